@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`serving-stack doctor`: what this machine lacks for a profile, each with the command that cures it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes.util
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import psutil
+
+from . import profile as profiles
+from .errors import StackError
+from .install import differences, lock
+from .state import Run, home, listener
+
+#: Resident memory of one vLLM CPU worker (three processes) with the tiny model and a 1 GiB cache, bytes: 3.6 GB measured.
+WORKER_BYTES = 4 << 30
+#: The same for a frontend or a mock engine.
+LIGHT_BYTES = 300 << 20
+#: Disk the pinned engines take, bytes: 4.0 GB measured with torch's CPU build.
+ENGINE_BYTES = 5 << 30
+
+
+class Finding(NamedTuple):
+    """One thing looked at. `cure` is a command, or a sentence where no command helps."""
+
+    verdict: Literal["ok", "warn", "FAIL"]
+    what: str
+    cure: str = ""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--profile", default="cpu", metavar="FILE", help="a profile's name or a YAML file")
+    parser.add_argument("--port", type=int, default=8000, metavar="P", help="port `up` would use (default: 8000)")
+
+
+def _processor_flags() -> set[str]:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.lower().startswith(("flags", "features")):
+                return set(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return set()
+
+
+def _packages(profile: profiles.Profile, name: str) -> Iterator[Finding]:
+    wrong = differences(profile.engines)
+    cure = f"serving-stack install --profile {name}"
+    for package, (wanted, installed) in wrong.items():
+        found = "missing" if installed is None else f"{installed} is installed"
+        yield Finding("FAIL", f"package {package} {wanted}: {found}", cure)
+    if not wrong:
+        yield Finding("ok", f"packages: {len(lock(profile.engines))} as locked")
+    if profile.requires_patches and not wrong:
+        from .patches import missing
+
+        absent = missing()
+        if absent:
+            yield Finding("FAIL", f"patches not applied: {', '.join(absent)}", "serving-stack patches apply")
+        else:
+            yield Finding("ok", "patches applied")
+
+
+def _vllm(profile: profiles.Profile) -> bool:
+    return any(component.module == "dynamo.vllm" for component in profile.components.values())
+
+
+def _processor(profile: profiles.Profile) -> Iterator[Finding]:
+    if not _vllm(profile):
+        return
+    flags = _processor_flags()
+    if platform.machine() == "x86_64":
+        if {"avx512f", "avx512_bf16"} - flags and "avx2" not in flags:
+            yield Finding("FAIL", "processor: neither AVX-512 nor AVX2", "use another machine")
+        if "amx_tile" in flags and "amx_bf16" in flags:
+            yield Finding("ok", "processor: AMX (prefix reuse works)")
+        else:
+            yield Finding(
+                "warn",
+                "processor: no AMX, so vLLM switches prefix reuse and chunked prefill off for MLA models",
+                "use a Xeon of 2023 or later",
+            )
+    else:
+        yield Finding("warn", f"processor: {platform.machine()} is not tested", "")
+
+
+def _size(count: float) -> str:
+    return f"{count / (1 << 30):.1f} GiB"
+
+
+def _machine(profile: profiles.Profile) -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    yield Finding(
+        "ok" if cores >= 2 else "FAIL", f"cores: {cores} usable", "" if cores >= 2 else "give the process 2 cores"
+    )
+    engines = sum(one.count for one in profile.components.values() if one.module == "dynamo.vllm")
+    others = sum(one.count for one in profile.components.values() if one.module != "dynamo.vllm")
+    need = engines * WORKER_BYTES + others * LIGHT_BYTES
+    place = Run()
+    state = place.read()
+    ours = sum(process.memory_info().rss for process in place.members(state)) if state else 0
+    free = psutil.virtual_memory().available + ours
+    yield Finding(
+        "ok" if free >= need else "FAIL",
+        f"memory: {_size(free)} available, {_size(need)} needed",
+        "" if free >= need else "end other processes, or start fewer workers (--prefill, --decode)",
+    )
+    try:
+        shared = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        yield Finding("FAIL", "/dev/shm: not there", "mount -t tmpfs tmpfs /dev/shm")
+    else:
+        wanted = engines * (128 << 20)
+        yield Finding(
+            "ok" if shared >= wanted else "FAIL",
+            f"/dev/shm: {_size(shared)} free",
+            "" if shared >= wanted else "mount -o remount,size=2g /dev/shm (in a container: --shm-size=2g)",
+        )
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY and files < 4096:
+        yield Finding("warn", f"open files: limit {files}", "ulimit -n 65536")
+    folder = home()
+    while not folder.exists():
+        folder = folder.parent
+    yield Finding("ok" if os.access(folder, os.W_OK) else "FAIL", f"state directory: {home()}", f"chmod u+w {folder}")
+    room = shutil.disk_usage(sys.prefix).free
+    if differences(profile.engines) and room < ENGINE_BYTES:
+        yield Finding("FAIL", f"disk: {_size(room)} free, {_size(ENGINE_BYTES)} needed for the engines", "free some")
+
+
+def _libraries(profile: profiles.Profile) -> Iterator[Finding]:
+    if not _vllm(profile):
+        return
+    for library, package in (("stdc++", "libstdc++6"), ("gomp", "libgomp1"), ("numa", "libnuma1")):
+        if ctypes.util.find_library(library):
+            yield Finding("ok", f"library lib{library}")
+        else:
+            yield Finding("warn", f"library lib{library}: not found", f"apt-get install {package}")
+
+
+def examine(profile: profiles.Profile, name: str, port: int) -> Iterator[Finding]:
+    """Yield every finding for a profile, in the order a person would cure them."""
+    version = sys.version_info
+    supported = (3, 10) <= version[:2] <= (3, 13)
+    yield Finding(
+        "ok" if supported else "FAIL",
+        f"Python {version[0]}.{version[1]}",
+        "" if supported else "make a virtual environment with Python 3.10 to 3.13",
+    )
+    yield from _packages(profile, name)
+    yield from _libraries(profile)
+    yield from _processor(profile)
+    yield from _machine(profile)
+    holder = listener(port)
+    place = Run()
+    state = place.read()
+    if holder is None:
+        yield Finding("ok", f"port {port}: free")
+    elif state is not None and state.port == port and place.members(state):
+        yield Finding("ok", f"port {port}: held by the running stack")
+    else:
+        yield Finding("FAIL", f"port {port}: taken by {holder}", f"serving-stack up --port {port + 1000}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings; exit 1 if one of them keeps the stack from running."""
+    if not 1 <= args.port <= 65535:
+        raise StackError(f"--port {args.port}: between 1 and 65535")
+    failed = False
+    for finding in examine(profiles.load(args.profile), args.profile, args.port):
+        failed |= finding.verdict == "FAIL"
+        cure = f"  -> {finding.cure}" if finding.cure and finding.verdict != "ok" else ""
+        print(f"{finding.verdict:4}  {finding.what}{cure}")
+    return 1 if failed else 0

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`serving-stack down`: end every process of the stack, whether its launcher still lives or not."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import time
+
+from .errors import StackError
+from .launcher import GRACE
+from .state import Run, end, listener, wait_until
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """The command has no options."""
+
+
+def take_down(run: Run) -> int:
+    """End the run's processes and return how many there were.
+
+    A living launcher is asked first: it lets the frontend drain. Whatever is left after that is killed.
+    """
+    state = run.read()
+    if state is None:
+        return 0
+    members = run.members(state)
+    if run.launcher_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(state.session, signal.SIGTERM)
+        for _ in wait_until(time.monotonic() + 2 * GRACE + 10):
+            if not run.launcher_alive():
+                break
+    end(run.members(state), grace=2.0)
+    return len(members)
+
+
+def run(args: argparse.Namespace) -> int:
+    """End everything; fail if a process or a port survives, naming it."""
+    place = Run()
+    state = place.read()
+    ended = take_down(place)
+    if state is None or not ended:
+        print("nothing is running")
+        return 0
+    left = place.members(state)
+    if left:
+        raise StackError(f"processes left: {', '.join(str(process.pid) for process in left)}")
+    ports = [state.port, *(port for component in state.components.values() for port in component.ports.values())]
+    held = {port: holder for port in ports if (holder := listener(port)) is not None}
+    if held:
+        raise StackError("ports left: " + "; ".join(f"{port}: {holder}" for port, holder in held.items()))
+    print(f"ended {ended} processes")
+    return 0

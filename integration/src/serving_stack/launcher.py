@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher: starts a run's processes, watches them, brings back what dies, and ends them all.
+
+Runs as `python -m serving_stack.launcher`, leader of a session of its own, and reads its plan from standard input.
+Each process leads a process group, so that one component can be ended with all it started. What it watches:
+
+- a process that exits is started again, after 1 s, 2 s, 4 s ... up to 30 s; during the first start an exit is final,
+  and its last lines are the reason;
+- a worker the frontend no longer lists, though its process lives, is started again. Dynamo's file discovery deletes a
+  worker that was starved for its time to live (10 s), and the worker never registers a second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+import psutil
+from pydantic import BaseModel
+
+from .errors import StackError
+from .profile import Process
+from .state import ComponentState, Run, RunState, end
+
+#: Seconds between two looks at the processes.
+TICK = 0.5
+#: A worker missing from the frontend's list for this many seconds is lost. Longer than the frontend needs to start.
+LOST_AFTER = 8.0
+#: Seconds a process gets to end by itself.
+GRACE = 8.0
+#: Longest pause before a restart, seconds.
+LONGEST_PAUSE = 30.0
+
+
+class Plan(BaseModel):
+    """What `serving-stack up` tells the launcher."""
+
+    run_id: str
+    profile: str
+    model: str
+    served_model_name: str
+    port: int
+    ready_seconds: int
+    transfers_kv: bool
+    processes: list[Process]
+
+
+def metric(text: str, name: str) -> float:
+    """Sum the samples called `name` in a Prometheus text exposition; 0 if there is none."""
+    total = 0.0
+    for line in text.splitlines():
+        if line.startswith(name) and line[len(name) : len(name) + 1] in {"{", " "}:
+            total += float(line.rsplit(None, 1)[1])
+    return total
+
+
+class _Child:
+    """One process of the plan, over all its lives."""
+
+    def __init__(self, process: Process, state: ComponentState, log: Path) -> None:
+        self.process, self.state, self.log = process, state, log
+        self.popen: subprocess.Popen[bytes] | None = None
+        self.started = 0.0
+        self.next_start = 0.0
+        self.missing_since: float | None = None
+        self.listening: set[int] = set()
+
+    def start(self) -> None:
+        environment = {**os.environ, **self.process.environment}
+        own_group: dict[str, Any] = (
+            {"process_group": 0} if sys.version_info >= (3, 11) else {"preexec_fn": lambda: os.setpgid(0, 0)}
+        )
+        with self.log.open("ab") as log:
+            log.write(f"--- {self.process.name} starts, {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
+            log.flush()
+            self.popen = subprocess.Popen(
+                [sys.executable, "-m", self.process.module, *self.process.args],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                **own_group,
+            )
+        self.started = time.monotonic()
+        self.missing_since = None
+        self.listening = set()
+        self.state.pid = self.popen.pid
+        self.state.instance = None
+        self.state.state = "starting"
+
+    def group(self) -> list[psutil.Process]:
+        """Return the living processes of this component, also when its leader is dead."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if self.state.pid and os.getpgid(process.pid) == self.state.pid:
+                    found.append(process)
+        return found
+
+    def listens_on(self, port: int) -> bool:
+        """Return whether a process of this component listens on a TCP port; asks the kernel only for a new port."""
+        if port not in self.listening:
+            for process in self.group():
+                with contextlib.suppress(psutil.Error):
+                    connections = process.net_connections("tcp")
+                    self.listening |= {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
+        return port in self.listening
+
+    def last_lines(self, count: int = 15) -> str:
+        """Return the end of the log."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - 8192))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-count:])
+
+
+class Launcher:
+    """Owns one run from its first process to its last."""
+
+    def __init__(self, run: Run, plan: Plan) -> None:
+        self.run, self.plan = run, plan
+        self.begun = time.monotonic()
+        self.stopping = False
+        self.state = RunState(
+            run_id=plan.run_id,
+            session=os.getsid(0),
+            started=psutil.Process().create_time(),
+            profile=plan.profile,
+            model=plan.model,
+            served_model_name=plan.served_model_name,
+            port=plan.port,
+            components={
+                process.name: ComponentState(ports=process.ports, worker=process.worker) for process in plan.processes
+            },
+        )
+        self.children = [
+            _Child(process, self.state.components[process.name], run.logs / f"{process.name}.log")
+            for process in plan.processes
+        ]
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{plan.port}", timeout=3.0, trust_env=False)
+        self._saved = ""
+
+    def save(self) -> None:
+        """Write the state file if it would change."""
+        text = self.state.model_dump_json()
+        if text != self._saved:
+            self.run.write(self.state)
+            self._saved = text
+
+    def say(self, text: str) -> None:
+        """Write one line to the launcher's log."""
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: end the run at the next look."""
+        self.stopping = True
+
+    def instances(self) -> dict[int, str] | None:
+        """Return the `generate` instances the frontend lists, request port -> instance id; `None` if it is silent."""
+        try:
+            answer = self.http.get("/health").json()
+            return {
+                int(entry["transport"]["tcp"].split("/")[0].rsplit(":", 1)[1]): str(entry["instance_id"])
+                for entry in answer.get("instances", [])
+                if entry["endpoint"] == "generate"
+            }
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return None
+
+    def look(self) -> None:
+        """Look at every process once: note what is ready, start what must be started."""
+        now = time.monotonic()
+        listed = self.instances()
+        for child in self.children:
+            state = child.state
+            if child.popen is None:
+                if now >= child.next_start:
+                    self.say(f"{child.process.name}: starting")
+                    child.start()
+                continue
+            status = child.popen.poll()
+            if status is not None:
+                how = f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
+                self.bring_back(child, f"{how} after {now - child.started:.0f} s")
+                continue
+            if child.process.worker is None:
+                present = listed is not None
+            elif listed is None:
+                continue
+            else:
+                mine = [instance for port, instance in listed.items() if child.listens_on(port)]
+                present = bool(mine)
+                state.instance = mine[0] if mine else state.instance
+            if present:
+                child.missing_since = None
+                if state.state != "ready":
+                    state.state = "ready"
+                    state.ready_after = round(now - child.started, 1)
+                    self.say(f"{child.process.name}: ready after {state.ready_after} s")
+            elif state.state == "ready" and child.process.worker is not None:
+                child.missing_since = child.missing_since or now
+                if now - child.missing_since > LOST_AFTER:
+                    self.bring_back(child, "lost its registration though its process lives")
+
+    def bring_back(self, child: _Child, reason: str) -> None:
+        """End what is left of a component and plan its next start; during the first start, fail instead."""
+        end(child.group(), grace=0.0)
+        if child.popen is not None:
+            child.popen.wait()
+        child.popen = None
+        child.state.pid = None
+        child.state.reason = reason
+        if self.state.phase == "starting":
+            child.state.state = "failed"
+            raise StackError(f"{child.process.name} {reason}; its last lines:\n{child.last_lines()}")
+        pause = min(LONGEST_PAUSE, 2.0**child.state.restarts)
+        if time.monotonic() - child.started > 300:  # it had been well: an old failure does not slow this restart
+            pause = 1.0
+        child.state.restarts += 1
+        child.state.state = "restarting"
+        child.next_start = time.monotonic() + pause
+        self.say(f"{child.process.name}: {reason}; starting it again in {pause:.0f} s")
+
+    def transferred(self) -> tuple[float, float]:
+        """Return the descriptors and bytes that the decode workers have pulled through NIXL so far."""
+        descriptors = moved = 0.0
+        for child in self.children:
+            if child.process.worker == "decode" and "system_port" in child.process.ports:
+                address = f"http://127.0.0.1:{child.process.ports['system_port']}/metrics"
+                with contextlib.suppress(httpx.HTTPError):
+                    text = self.http.get(address).text
+                    descriptors += metric(text, "vllm:nixl_num_descriptors_sum")
+                    moved += metric(text, "vllm:nixl_bytes_transferred_sum")
+        return descriptors, moved
+
+    def warm_up(self) -> str | None:
+        """Send one real request; say how it went once it is certain, or return `None` to be called again."""
+        body = {
+            "model": self.plan.served_model_name,
+            "messages": [{"role": "user", "content": "Write a haiku about KV caches."}],
+            "max_tokens": 4,
+            "temperature": 0,
+            "nvext": {"extra_fields": ["worker_id"]},
+        }
+        before = self.transferred()
+        began = time.monotonic()
+        try:
+            answer = self.http.post("/v1/chat/completions", json=body, timeout=60.0)
+        except httpx.HTTPError as error:
+            self.say(f"warm-up: {error!r}")
+            return None
+        if answer.status_code != 200:
+            self.say(f"warm-up: {answer.status_code} {answer.text[:300]}")
+            return None
+        seconds = time.monotonic() - began
+        workers = answer.json().get("nvext", {}).get("worker_id", {})
+        said = f"answered in {seconds:.1f} s"
+        for role in ("prefill", "decode"):
+            if any(child.process.worker == role for child in self.children):
+                if not workers.get(f"{role}_worker_id"):
+                    self.say(f"warm-up: the answer names no {role} worker: {answer.text[:300]}")
+                    return None
+                said += f", {role} worker {workers[f'{role}_worker_id']:x}"
+        if not self.plan.transfers_kv:
+            return said
+        deadline = time.monotonic() + 20  # vLLM publishes its counters at intervals
+        while time.monotonic() < deadline and not self.stopping:
+            descriptors, moved = (after - was for after, was in zip(self.transferred(), before, strict=True))
+            if moved > 0:
+                return f"{said}, {moved:.0f} bytes in {descriptors:.0f} descriptors through NIXL"
+            time.sleep(0.2)
+        self.say("warm-up: answered, but no KV went through NIXL")
+        return None
+
+    def main(self) -> int:
+        """Run until told to stop; return the exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self.stop)
+        self.save()
+        try:
+            while not self.stopping:
+                self.look()
+                self.save()
+                if self.state.phase == "starting":
+                    self.advance()
+                time.sleep(TICK)
+            self.state.phase = "stopped"
+        except StackError as error:
+            self.say(str(error))
+            self.state.phase, self.state.reason = "failed", str(error)
+        finally:
+            self.end_all()
+            self.save()
+        return 0 if self.state.phase == "stopped" else 1
+
+    def advance(self) -> None:
+        """Warm up once everything is ready; fail when the start takes too long."""
+        waited = time.monotonic() - self.begun
+        late = [child for child in self.children if child.state.state != "ready"]
+        if not late:
+            said = self.warm_up()
+            if said is not None:
+                self.state.warm_up = said
+                self.state.ready_after = round(time.monotonic() - self.begun, 1)
+                self.state.phase = "ready"
+                self.say(f"ready after {self.state.ready_after} s; warm-up {said}")
+                return
+        if waited > self.plan.ready_seconds:
+            what = ", ".join(child.process.name for child in late) or "the warm-up request"
+            tails = "\n".join(f"{child.process.name}, last lines:\n{child.last_lines()}" for child in late)
+            raise StackError(f"{what} not ready after {waited:.0f} s\n{tails}".rstrip())
+
+    def end_all(self) -> None:
+        """End every process of the run but this one, and say so in the state."""
+        for child in self.children:
+            child.state.state = child.state.state if child.state.state == "failed" else "stopped"
+        own = os.getpid()
+        members = [process for process in self.run.members(self.state) if process.pid != own]
+        # The frontend first: it drains the requests it holds while the workers still answer.
+        first = {child.popen.pid for child in self.children if child.popen and child.process.worker is None}
+        end([process for process in members if process.pid in first], grace=GRACE)
+        end([process for process in members if process.pid not in first], grace=GRACE)
+
+
+def main() -> int:
+    """Read a plan from standard input and run it."""
+    plan = Plan.model_validate(json.load(sys.stdin))
+    run = Run()
+    try:
+        with run.owned():
+            for old in run.logs.glob("*.log"):
+                if old.name != "launcher.log":
+                    old.unlink()
+            return Launcher(run, plan).main()
+    except StackError as error:
+        print(f"launcher: {error}", flush=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patches we carry, read from their folders and checked as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from pathlib import Path, PurePosixPath
+
+import yaml
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..errors import StackError
+from ._diff import FileDiff, parse
+
+#: The folder that holds one folder per import package; a link into the repository in a checkout, real files in a wheel.
+FOLDER = Path(__file__).parent.parent / "_patches"
+
+#: The DEP-3 fields that every patch fills.
+HEADERS = ("Description", "Origin", "Bug", "Forwarded", "Author", "Last-Update", "Applied-Upstream")
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """One patch: what it says of itself, the versions it fits, and its diffs."""
+
+    name: str  #: `<import package>/<file name without .patch>`
+    package: str  #: the import package it changes
+    headers: Mapping[str, str]  #: its DEP-3 fields
+    versions: SpecifierSet  #: of the distribution that provides the package
+    diffs: tuple[FileDiff, ...]  #: one per touched file
+    published: Mapping[str, Mapping[str, Mapping[str, str]]]  #: distribution -> version -> file -> SHA-256 as published
+
+    @property
+    def description(self) -> str:
+        """The first line of its description."""
+        return self.headers["Description"].splitlines()[0]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files it touches, relative to the folder that packages are installed in."""
+        return tuple(diff.path for diff in self.diffs)
+
+    def diff(self, path: str) -> FileDiff:
+        """Return its diff of the file `path`; raise `KeyError` where it does not touch that file."""
+        return {diff.path: diff for diff in self.diffs}[path]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    versions: str
+
+
+class _Manifest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    patches: dict[str, _Entry]
+    published: dict[str, dict[str, dict[str, str]]]
+
+
+def load_all(folder: Path | None = None) -> list[Patch]:
+    """Return every patch carried, in the order of application; raise `StackError` naming what is wrong in a folder.
+
+    `folder` holds one folder per import package; by default the one shipped with serving-stack.
+    """
+    folder = FOLDER if folder is None else folder
+    if not folder.is_dir():
+        raise StackError(f"{folder}: no folder of patches there; this installation of serving-stack is incomplete")
+    return [patch for series in sorted(folder.glob("*/series")) for patch in _load(series.parent)]
+
+
+def _load(folder: Path) -> list[Patch]:
+    lines = (folder / "series").read_text("utf-8").splitlines()
+    order = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    try:
+        manifest = _Manifest.model_validate(yaml.safe_load((folder / "patches.yaml").read_text("utf-8")))
+    except (OSError, ValidationError, yaml.YAMLError) as error:
+        raise StackError(f"{folder / 'patches.yaml'}: {error}") from error
+    for what, names in (
+        ("patches.yaml", sorted(manifest.patches)),
+        ("the folder", sorted(file.name for file in folder.glob("*.patch"))),
+    ):
+        if names != sorted(order):
+            raise StackError(f"{folder / 'series'}: lists {sorted(order)}, but {what} holds {names}")
+    return [_read(folder / name, manifest.patches[name].versions, manifest) for name in order]
+
+
+def _read(file: Path, versions: str, manifest: _Manifest) -> Patch:
+    package = file.parent.name
+    name = f"{package}/{file.stem}"
+    text = file.read_bytes()
+    head = HeaderParser().parsestr(text.partition(b"\n\n")[0].decode("utf-8"))
+    lacking = [field for field in HEADERS if not head.get(field, "").strip()]
+    if lacking:
+        raise StackError(f"patch {name}: DEP-3 header {lacking[0]} is missing")
+    try:
+        specifier = SpecifierSet(versions)
+    except InvalidSpecifier as error:
+        raise StackError(f"patch {name}: version range {versions!r} is not valid: {error}") from error
+    diffs = parse(text, name)
+    for diff in diffs:
+        path = PurePosixPath(diff.path)
+        if path.is_absolute() or ".." in path.parts or path.parts[0] != package:
+            raise StackError(f"patch {name}: {diff.path}: not a file of the package {package}")
+        for distribution, by_version in manifest.published.items():
+            for version, hashes in by_version.items():
+                if specifier.contains(version, prereleases=True) and diff.path not in hashes:
+                    raise StackError(f"patch {name}: no published hash of {diff.path} in {distribution} {version}")
+    headers = {field: head[field] for field in HEADERS}
+    return Patch(name, package, headers, specifier, diffs, manifest.published)
