@@ -27,6 +27,7 @@ from typing import TextIO
 
 import pytest
 import uv
+
 from serving_stack import cli
 from serving_stack.errors import StackError
 from serving_stack.patches import Patch, State, apply_all, contents, load_all, missing, revert_all, state, statuses

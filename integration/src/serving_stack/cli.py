@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from .errors import StackError
 from .version import __version__
 
-#: Sub-command -> (module that implements it, one-line help). A module offers `configure(parser)` and `run(args) -> int`.
+#: Sub-command -> (module, one-line help). A module offers `configure(parser)` and `run(args) -> int`.
 COMMANDS = {
     "up": ("up", "start the stack, return when a real request went through it"),
     "down": ("down", "end every process of the stack"),

@@ -40,7 +40,7 @@ def lock(engines: str) -> dict[str, str]:
     file = resources.files(__package__) / "locks" / f"{engines}.lock"
     if not file.is_file():
         raise StackError(f"engines {engines!r}: no such lock")
-    pins = {}
+    pins: dict[str, str] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         text = line.split("#")[0].strip()
         if text:
@@ -100,8 +100,8 @@ def _install_torch(version: str) -> None:
         raise StackError(f"torch {version}+cpu could not be installed:\n{output[-2000:]}")
     print(
         f"torch {version}+cpu is on no index this installer sees: taking the default build, which on x86-64 brings\n"
-        "CUDA libraries of several gigabytes. To avoid that, point pip at a folder with the CPU wheel (PIP_FIND_LINKS)\n"
-        "or at PyTorch's CPU index (PIP_EXTRA_INDEX_URL), uninstall torch and run this again: docs, 'Installing'.",
+        "CUDA libraries of several gigabytes. To avoid that, point pip at a folder with the CPU wheel (PIP_FIND_LINKS) or\n"
+        "at PyTorch's CPU index (PIP_EXTRA_INDEX_URL), uninstall torch and run this again: docs, 'Installing'.",
         flush=True,
     )
     status, output = _install([f"{TORCH}=={version}"], 1)
@@ -124,7 +124,9 @@ def run(args: argparse.Namespace) -> int:
             _install_torch(wrong.pop(TORCH)[0])
         if wrong:
             print(f"{len(wrong)} distributions", flush=True)
-            status, output = _install(["--no-deps", *(f"{name}=={pin}" for name, (pin, _) in wrong.items())], len(wrong))
+            status, output = _install(
+                ["--no-deps", *(f"{name}=={pin}" for name, (pin, _) in wrong.items())], len(wrong)
+            )
             if status != 0:
                 raise StackError(f"the installer failed:\n{output[-3000:]}")
         left = differences(profile.engines)

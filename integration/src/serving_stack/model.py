@@ -47,6 +47,8 @@ FORMAT = 1
 SEED = 0
 #: Tokens that may follow a token.
 SUCCESSORS = 4
+#: A token follows so many others at most, so that answers do not meet in a few frequent words.
+_POPULAR = 8
 
 VOCABULARY = 2048
 CONTEXT = 16384
@@ -337,16 +339,15 @@ def _successors(seed: int) -> tuple[list[list[int]], list[int]]:
             pairs[left][right] += 1
             if texts[left].endswith("\n"):
                 starts[right] += 1
-    beginnings = sorted(token for token in starts if texts[token][:1].isalpha())
+    beginnings = sorted(token for token in starts if texts[token].isalpha() and texts[token][0].isupper())
     used: Counter[int] = Counter()
     chosen: list[list[int]] = []
     for token in range(VOCABULARY):
         mine: list[int] = []
-        ends = token < first_added and texts[token].rstrip("\n").endswith((".", "?", "!"))
-        if ends:
+        if token < first_added and (texts[token].rstrip("\n").endswith((".", "?", "!")) or order[token] % 16 == 0):
             mine.append(end)
         for candidate, _ in sorted(pairs[token].items(), key=lambda item: (-item[1], item[0])):
-            if len(mine) < SUCCESSORS and used[candidate] < 4 * SUCCESSORS:
+            if len(mine) < SUCCESSORS and used[candidate] < _POPULAR:
                 mine.append(candidate)
         source = printable if token < first_added else beginnings
         draws = iter(order[token * SUCCESSORS : (token + 1) * SUCCESSORS])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Profiles: a small declarative file that says which processes make up a stack.
 
-A profile is YAML. Its `components` name Python modules of the upstreams, and `args` are those modules' own flags, passed
-through as they stand: `key: value` becomes `--key value`, `key: true` becomes `--key`, a mapping becomes one JSON
-argument. Nothing here re-invents an upstream flag.
+A profile is YAML. Its `components` name Python modules of the upstreams, and `args` are those modules' own flags,
+passed through as they stand: `key: value` becomes `--key value`, `key: true` becomes `--key`, a mapping becomes one
+JSON argument. Nothing here re-invents an upstream flag.
 
 Values may hold placeholders, written `${name}`:
 

@@ -173,7 +173,8 @@ def listener(port: int) -> str | None:
         else:
             return None
     for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+        here = connection.laddr
+        if connection.status == psutil.CONN_LISTEN and here and here.port == port and connection.pid:
             with contextlib.suppress(psutil.Error):
                 return f"process {connection.pid} ({' '.join(psutil.Process(connection.pid).cmdline())[:80]})"
     return "another user's process"

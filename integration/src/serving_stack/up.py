@@ -52,7 +52,9 @@ def _plan(args: argparse.Namespace, run: Run) -> Plan:
 
         absent = missing()
         if absent:
-            raise StackError(f"patches not applied: {', '.join(absent)}. Cure: serving-stack patches apply")
+            raise StackError(
+                f"patches not applied: {', '.join(one.patch.name for one in absent)}. Cure: serving-stack patches apply"
+            )
     busy = listener(args.port)
     if busy is not None:
         raise StackError(f"--port {args.port} is taken by {busy}")

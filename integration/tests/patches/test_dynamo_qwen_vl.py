@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from serving_stack.patches import Contents, contents, load_all
 
 MODULE = "dynamo.vllm.multimodal_utils.models.qwen"

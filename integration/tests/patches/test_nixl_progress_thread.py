@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from serving_stack.patches import contents, load_all
 
 USE = """

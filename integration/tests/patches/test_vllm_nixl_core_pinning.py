@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 import pytest
+
 from serving_stack.patches import contents, load_all
 
 MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
 from plugin_template import SUPPORTED, UnsupportedUpstreamError, __version__, check
 
 DIST = "plugin-template"

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from dynamo_kv_router_ext import SUPPORTED, UnsupportedUpstreamError, __version__, check
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from dynamo_kv_router_ext import SUPPORTED, UnsupportedUpstreamError, __version__, check
 
 DIST = "dynamo-kv-router-ext"
 IMPORT = "dynamo_kv_router_ext"

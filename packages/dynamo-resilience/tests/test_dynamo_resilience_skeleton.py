@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from dynamo_resilience import SUPPORTED, UnsupportedUpstreamError, __version__, check
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from dynamo_resilience import SUPPORTED, UnsupportedUpstreamError, __version__, check
 
 DIST = "dynamo-resilience"
 IMPORT = "dynamo_resilience"

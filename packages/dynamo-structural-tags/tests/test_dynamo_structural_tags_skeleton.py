@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from dynamo_structural_tags import SUPPORTED, UnsupportedUpstreamError, __version__, check
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from dynamo_structural_tags import SUPPORTED, UnsupportedUpstreamError, __version__, check
 
 DIST = "dynamo-structural-tags"
 IMPORT = "dynamo_structural_tags"

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from flashinfer_nvfp4_mla import SUPPORTED, UnsupportedUpstreamError, __version__, check
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from flashinfer_nvfp4_mla import SUPPORTED, UnsupportedUpstreamError, __version__, check
 
 DIST = "flashinfer-nvfp4-mla"
 IMPORT = "flashinfer_nvfp4_mla"

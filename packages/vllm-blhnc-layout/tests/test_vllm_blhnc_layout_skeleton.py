@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
 from vllm_blhnc_layout import SUPPORTED, UnsupportedUpstreamError, __version__, check
 
 DIST = "vllm-blhnc-layout"

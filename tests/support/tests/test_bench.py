@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+
 from support import bench as harness
 from support import machine
 from support.bench import Bench, BenchError, discover, main

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from support.processes import Process, ProcessError, ProcessExited, ProcessNotReady, free_port, free_ports
 
 #: Starts a grandchild with the given treatment of TERM, prints its id, and sleeps.

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from support import sessions
 from support.sessions import MOONCAKE_BLOCK, AgentWorkload, Request, expand, spell
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support.sessions import MOONCAKE_BLOCK, AgentWorkload
 from support.traces import (
     MooncakeRequest,

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every task by name. `nox` alone passes the tests, as CI does; `nox -s serve` leaves the whole stack running."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "typecheck", "docs", "build", "tests", "patches", "stack_tests"]
+nox.options.error_on_missing_interpreters = True
+nox.options.stop_on_first_error = os.environ.get("CI") == "true"
+
+ROOT = Path(__file__).parent
+PLUGINS = sorted(path.parent for path in (ROOT / "packages").glob("[!_]*/pyproject.toml"))
+PACKAGES = [*PLUGINS, ROOT / "integration"]
+PROJECT = nox.project.load_toml(ROOT / "integration" / "pyproject.toml")
+PYTHONS = nox.project.python_versions(PROJECT)
+
+#: What the tests of every package need beside the package.
+TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "uv>=0.5", "markdown-it-py>=3", "jinja2>=3"]
+#: The tests that need no torch. Dynamo's own frontend and mock engines are in the environment too.
+LIGHT_TESTS = ["packages", "integration/tests", "tests/support", "tests/docs", "--ignore=integration/tests/patches"]
+#: The pinned engines, shared by every session that needs them: about 4 GB.
+STACK = ".nox/stack"
+
+
+def _python(session: nox.Session) -> str:
+    return str(Path(session.bin) / "python")
+
+
+def _stack(session: nox.Session) -> Path:
+    """Make or complete the environment of the pinned engines; return its folder of commands."""
+    commands = ROOT / STACK / "bin"
+    python = str(commands / "python")
+    if not (commands / "python").exists():
+        session.run(sys.executable, "-m", "venv", str(ROOT / STACK))
+    quiet = ("-q", "--disable-pip-version-check")
+    session.run(python, "-m", "pip", "install", *quiet, "-e", "integration", "pytest>=8", "pytest-timeout>=2.3")
+    session.run(str(commands / "serving-stack"), "install", "--profile", "cpu")
+    return commands
+
+
+#: Where the time goes, and no test that hangs for ever.
+PYTEST = ["--durations=8", "--timeout=600"]
+
+
+@nox.session(venv_backend="none")
+def serve(session: nox.Session) -> None:
+    """Install the CPU stack and leave it running: the main job."""
+    commands = _stack(session)
+    session.run(str(commands / "serving-stack"), "up", *session.posargs)
+    session.log(f"the commands above are in {commands.relative_to(ROOT)}")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff's checks and format, an SPDX line in every source file."""
+    session.install("ruff==0.17.*", silent=True)
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    listed = session.run("git", "ls-files", "-z", external=True, silent=True)
+    suffixes = {".py", ".sh", ".toml", ".yaml", ".yml", ".cu", ".cuh", ".cc", ".cpp", ".h", ".in", ".lock"}
+    bare = [
+        name
+        for name in str(listed).split("\0")
+        if Path(name).suffix in suffixes
+        and "SPDX-License-Identifier: Apache-2.0" not in (ROOT / name).read_text("utf-8")[:400]
+    ]
+    if bare:
+        session.error(f"no SPDX line in: {', '.join(bare)}")
+
+
+@nox.session
+def typecheck(session: nox.Session) -> None:
+    """Mypy, strict, over everything."""
+    session.install("mypy==1.*", "types-PyYAML", "types-psutil", "nox", *TEST_TOOLS, "-e", "integration", silent=True)
+    session.env["MYPYPATH"] = os.pathsep.join(str(package / "src") for package in PACKAGES)
+    session.run("mypy", "packages", "integration", "tests", "docs", "noxfile.py")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the pages, warnings as errors; check links, shell blocks and the commands in them."""
+    session.install("-r", "docs/requirements.txt", "-e", "integration", silent=True)
+    session.run("sphinx-build", "-W", "--keep-going", "-n", "-q", "-b", "html", "docs", "docs/_build/html")
+    session.run("python", "docs/check.py")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Build sdist and wheel of each package; install each wheel alone, import it, resolve it for aarch64."""
+    session.install("build", "uv>=0.5", silent=True)
+    output = Path(session.create_tmp()).absolute()
+    shutil.rmtree(output)
+    for package in PACKAGES:
+        folder = output / package.name
+        session.run("python", "-m", "build", "--installer=uv", "-o", str(folder), str(package), silent=True)
+        (wheel,) = folder.glob("*.whl")
+        (_sdist,) = folder.glob("*.tar.gz")
+        module = wheel.name.split("-")[0]
+        empty = folder / "empty"
+        session.run("python", "-m", "venv", str(empty), silent=True)
+        python = str(empty / "bin" / "python")
+        session.run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", str(wheel), external=True)
+        session.run(python, "-c", f"import {module}; print({module}.__name__, {module}.__version__)", external=True)
+        if wheel.name.endswith("-none-any.whl"):
+            for version in ("3.11", "3.12"):
+                session.run(
+                    *("python", "-m", "uv", "pip", "compile", "-q", "--python-version", version, "-o", os.devnull),
+                    *("--python-platform", "aarch64-manylinux_2_28", "--only-binary", ":all:"),
+                    str(package / "pyproject.toml"),
+                    silent=True,
+                )
+        if package.name == "integration":
+            session.run(str(empty / "bin" / "serving-stack"), "patches", "list", external=True)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Unit tests of every package; the launcher before Dynamo's real frontend and mock engines. No torch."""
+    session.install(*TEST_TOOLS, *(part for package in PACKAGES for part in ("-e", str(package))), silent=True)
+    session.run("serving-stack", "install", "--profile", "mocker")
+    session.run("pytest", *PYTEST, *LIGHT_TESTS, *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def patches(session: nox.Session) -> None:
+    """Our patches against the pinned engines: applied, verified, each with a test that fails without it."""
+    commands = _stack(session)
+    session.run(str(commands / "serving-stack"), "patches", "apply")
+    session.run(str(commands / "serving-stack"), "patches", "verify")
+    session.run(str(commands / "pytest"), *PYTEST, "integration/tests/patches", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def stack_tests(session: nox.Session) -> None:
+    """The whole stack on two cores: real frontend, router, vLLM workers and NIXL."""
+    session.run(str(_stack(session) / "pytest"), *PYTEST, "tests/stack", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Run a benchmark: `nox -s bench -- NAME [--json FILE] [--quick]`; without a name, list them."""
+    python = str(_stack(session) / "python") if session.posargs else sys.executable
+    session.run(python, "-m", "support.bench", *session.posargs, env={"PYTHONPATH": "tests"})
+
+
+@nox.session(python=PYTHONS)
+def matrix(session: nox.Session) -> None:
+    """Unit tests on every supported Python (outside CI)."""
+    tests(session)
+
+
+@nox.session
+def minimums(session: nox.Session) -> None:
+    """Unit tests with the lowest direct dependencies that the packages allow (outside CI)."""
+    session.install(*TEST_TOOLS, silent=True)
+    session.run(
+        *("uv", "pip", "install", "-q", "--python", _python(session), "--resolution", "lowest-direct"),
+        *(str(package) for package in PACKAGES),
+    )
+    session.install("--no-deps", *(part for package in PACKAGES for part in ("-e", str(package))), silent=True)
+    session.run("pytest", *PYTEST, *LIGHT_TESTS, *session.posargs)
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Resolve the engines' locks anew from locks/*.in (outside CI)."""
+    session.install("uv>=0.5", silent=True)
+    session.chdir("integration/src/serving_stack/locks")
+    resolve = [
+        *("uv", "pip", "compile", "-q", "--universal", "--python-version", "3.11", "--no-header", "--no-annotate"),
+        *("--config-file", "uv.toml", "--override", "overrides.txt"),
+    ]
+    for name, source, extra in (("cpu", "stack.in", []), ("mocker", "mocker.in", ["-c", "cpu.lock"])):
+        text = session.run(*resolve, *extra, source, silent=True)
+        head = f"# SPDX-License-Identifier: Apache-2.0\n# Written by `nox -s lock` from {source} and overrides.txt.\n"
+        Path(f"{name}.lock").write_text(head + str(text).strip() + "\n", "utf-8")
