@@ -5,17 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .conftest import Stack, until
+from support.stack import Stack, until
 
 SOURCES = "vllm:prompt_tokens_by_source_total"
 
 
 def _by_source(stack: Stack) -> dict[str, float]:
-    import httpx
-
-    port = stack.state.components["prefill"].ports["system_port"]
     found = {}
-    for line in httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text.splitlines():
+    for line in stack.metrics("prefill").splitlines():
         if line.startswith(SOURCES + "{"):
             source = line.split('source="', 1)[1].split('"', 1)[0]
             found[source] = float(line.rsplit(None, 1)[1])

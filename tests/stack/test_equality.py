@@ -15,8 +15,7 @@ from serving_stack.model import prompt_tokens
 from serving_stack.profile import load
 from serving_stack.state import free_ports
 from support.processes import Process
-
-from .conftest import Stack
+from support.stack import Stack
 
 #: Tokens per answer.
 ANSWER = 24
@@ -25,10 +24,7 @@ ANSWER = 24
 @pytest.fixture(scope="module")
 def block(stack: Stack) -> int:
     """The block size, read from the prefill worker."""
-    port = stack.state.components["prefill"].ports["system_port"]
-    found = re.search(
-        r'cache_config_info\{[^}]*\bblock_size="(\d+)"', httpx.get(f"http://127.0.0.1:{port}/metrics").text
-    )
+    found = re.search(r'cache_config_info\{[^}]*\bblock_size="(\d+)"', stack.metrics("prefill"))
     assert found is not None
     return int(found[1])
 
@@ -54,7 +50,11 @@ def test_disaggregated_equals_aggregated(stack: Stack, aggregated: str, block: i
     prompt = prompt_tokens(count)
     assert len(prompt) == count
     body = {
-        "model": "alone", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True,
+        "model": "alone",
+        "prompt": prompt,
+        "max_tokens": ANSWER,
+        "temperature": 0,
+        "ignore_eos": True,
         "return_token_ids": True,
     }
     alone = httpx.post(f"{aggregated}/v1/completions", json=body, timeout=120)

@@ -20,8 +20,7 @@ import psutil
 import pytest
 
 from serving_stack.model import prompt_tokens
-
-from .conftest import Stack, until
+from support.stack import Stack, until
 
 #: Within this a request in flight has ended, seconds.
 REQUEST_BOUND = 90
@@ -102,9 +101,8 @@ def test_worker_that_lost_its_registration_is_healed(stack: Stack) -> None:
     group = [process.pid for process in stack.run.members(stack.state) if os.getpgid(process.pid) == before.pid]
     for pid in group:
         os.kill(pid, signal.SIGSTOP)
-    gone = [{"instance_id": int(before.instance or 0)}]
     try:
-        until(lambda: not _listed(stack, gone[0]["instance_id"]), 60, "the frontend drops the starved worker")
+        until(lambda: before.instance not in stack.listed(), 60, "the frontend drops the starved worker")
     finally:
         for pid in group:
             with contextlib.suppress(ProcessLookupError):
@@ -113,13 +111,6 @@ def test_worker_that_lost_its_registration_is_healed(stack: Stack) -> None:
     assert "registration" in (stack.state.components["decode"].reason or "")
     until(stack.ready, WORKER_BOUND, "decode is registered again")
     assert _answer(stack) == expected
-
-
-def _listed(stack: Stack, instance: int) -> bool:
-    import httpx
-
-    answer = httpx.get(f"http://127.0.0.1:{stack.port}/health", timeout=10).json()
-    return any(entry["instance_id"] == instance for entry in answer["instances"])
 
 
 def test_killed_launcher_leaves_a_serving_stack_that_down_cleans_up(stack: Stack) -> None:

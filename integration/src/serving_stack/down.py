@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import signal
-import time
+
+import psutil
 
 from .errors import StackError
 from .launcher import GRACE
-from .state import Run, end, listener, wait_until
+from .state import Run, end, listener
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +26,11 @@ def take_down(run: Run) -> int:
     if state is None:
         return 0
     members = run.members(state)
-    if run.launcher_alive():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(state.session, signal.SIGTERM)
-        for _ in wait_until(time.monotonic() + 2 * GRACE + 10):
-            if not run.launcher_alive():
-                break
+    for launcher in members:
+        if launcher.pid == state.session:
+            with contextlib.suppress(psutil.Error):
+                launcher.terminate()
+                launcher.wait(2 * GRACE + 10)
     end(run.members(state), grace=2.0)
     return len(members)
 

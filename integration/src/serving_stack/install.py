@@ -72,8 +72,8 @@ def _installer() -> list[str]:
     raise StackError(f"neither pip nor uv can install into this environment. Cure: {sys.executable} -m ensurepip")
 
 
-def _install(arguments: list[str], total: int) -> tuple[int, str]:
-    """Run the installer, print how far it is, and return its status and output."""
+def _install(arguments: list[str], total: int | None) -> tuple[int, str]:
+    """Run the installer, print how far it is (`total` is unknown where it resolves), return its status and output."""
     process = subprocess.Popen(
         [*_installer(), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
@@ -83,16 +83,16 @@ def _install(arguments: list[str], total: int) -> tuple[int, str]:
         lines.append(line)
         if line.startswith("Collecting "):
             collected += 1
-            if total < 10 or collected % 10 == 0 or collected == total:
-                print(f"  {collected:3} of {total}: {line.split()[1]}", flush=True)
+            if total is None or collected % 10 == 0 or collected == total:
+                print(f"  {collected:3}{f' of {total}' if total else ''}: {line.split()[1]}", flush=True)
         elif line.startswith("Installing collected packages"):
-            print(f"  unpacking {collected or total}", flush=True)
+            print("  unpacking", flush=True)
     return process.wait(), "".join(lines)
 
 
 def _install_torch(version: str) -> None:
     print(f"torch {version}, CPU build", flush=True)
-    status, output = _install(["--no-deps", f"{TORCH}=={version}+cpu"], 1)
+    status, output = _install(["--no-deps", f"{TORCH}=={version}+cpu"], None)
     if status == 0:
         return
     nowhere = ("No matching distribution", "No solution found", "no version of torch")
@@ -104,7 +104,7 @@ def _install_torch(version: str) -> None:
         "at PyTorch's CPU index (PIP_EXTRA_INDEX_URL), uninstall torch and run this again: docs, 'Installing'.",
         flush=True,
     )
-    status, output = _install([f"{TORCH}=={version}"], 1)
+    status, output = _install([f"{TORCH}=={version}"], None)
     if status != 0:
         raise StackError(f"torch {version} could not be installed:\n{output[-2000:]}")
 

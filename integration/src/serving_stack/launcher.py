@@ -31,7 +31,7 @@ from .errors import StackError
 from .profile import Process
 from .state import ComponentState, Run, RunState, end
 
-#: Seconds between two looks at the processes.
+#: Seconds between two looks at the processes during the start; half as often later.
 TICK = 0.5
 #: A worker missing from the frontend's list for this many seconds is lost. Longer than the frontend needs to start.
 LOST_AFTER = 8.0
@@ -210,6 +210,8 @@ class Launcher:
                 child.missing_since = child.missing_since or now
                 if now - child.missing_since > LOST_AFTER:
                     self.bring_back(child, "lost its registration though its process lives")
+            elif self.state.phase == "ready" and now - child.started > self.plan.ready_seconds:
+                self.bring_back(child, f"was not ready within {self.plan.ready_seconds} s")
 
     def bring_back(self, child: _Child, reason: str) -> None:
         """End what is left of a component and plan its next start; during the first start, fail instead."""
@@ -292,7 +294,7 @@ class Launcher:
                 self.save()
                 if self.state.phase == "starting":
                     self.advance()
-                time.sleep(TICK)
+                time.sleep(TICK if self.state.phase == "starting" else 2 * TICK)
             self.state.phase = "stopped"
         except StackError as error:
             self.say(str(error))

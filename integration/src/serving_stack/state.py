@@ -94,10 +94,13 @@ class Run:
         """
         self.logs.mkdir(parents=True, exist_ok=True)
         with self._lock.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise StackError(f"a stack is already running from {self.directory}: serving-stack down") from error
+            for left in wait_until(time.monotonic() + 1.0):  # `launcher_alive` holds it for an instant
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:
+                    if left < 0.3:
+                        raise StackError(f"a stack already runs from {self.directory}: serving-stack down") from error
             yield
 
     def launcher_alive(self) -> bool:

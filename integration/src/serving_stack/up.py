@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from pathlib import Path
 from . import profile as profiles
 from .down import take_down
 from .errors import StackError
-from .launcher import Plan
+from .launcher import GRACE, Plan
 from .state import ComponentState, Run, RunState, free_ports, home, listener
 
 
@@ -146,11 +147,12 @@ def run(args: argparse.Namespace) -> int:
     launcher = _launch(place, plan)
     try:
         state = _follow(place, plan, launcher)
-    except KeyboardInterrupt:
-        print("interrupted: ending every process", file=sys.stderr)
-        take_down(place)
-        raise
-    except StackError:
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            print("interrupted: ending every process", file=sys.stderr)
+        launcher.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(2 * GRACE + 10)
         take_down(place)
         raise
     body = json.dumps(

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launcher before real processes: Dynamo's frontend and router, and Dynamo's own mock engines. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serving_stack.state import free_ports
+from support.stack import Stack, until
+
+
+@pytest.fixture
+def stack(tmp_path: Path) -> Iterator[Stack]:
+    """A home of its own; whatever the test starts there is ended."""
+    one = Stack(tmp_path / "home", free_ports(1, above=22000)[0], "mocker")
+    yield one
+    one.command("down", check=False)
+
+
+def _alive(stack: Stack) -> list[int]:
+    return [process.pid for process in stack.run.members(stack.state)]
+
+
+def test_up_serves_and_down_leaves_nothing(stack: Stack) -> None:
+    said = stack.up().stdout
+    assert f"http://127.0.0.1:{stack.port}/v1" in said
+    curl = next(line for line in said.splitlines() if line.startswith("curl "))
+    answer = json.loads(subprocess.run(["bash", "-c", curl + " -s"], capture_output=True, text=True, check=True).stdout)
+    assert answer["usage"]["completion_tokens"] > 0
+    status = stack.command("status").stdout
+    for component in ("frontend", "prefill", "decode"):
+        assert component in status
+    assert json.loads(stack.command("status", "--json").stdout)["phase"] == "ready"
+    # The ids shown are the ones the frontend routes to.
+    assert {one.instance for one in stack.state.components.values() if one.worker} == stack.listed()
+    members = _alive(stack)
+    assert len(members) == 4
+    assert "ended 4 processes" in stack.command("down").stdout
+    assert _alive(stack) == []
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", stack.port)) != 0
+    assert stack.command("status", check=False).returncode == 3
+    assert stack.command("down").stdout.strip() == "nothing is running"
+
+
+def test_counts_are_taken_from_the_command_line(stack: Stack) -> None:
+    stack.up("--prefill", "2", "--decode", "2")
+    state = stack.state
+    assert sorted(state.components) == ["decode-0", "decode-1", "frontend", "prefill-0", "prefill-1"]
+    assert len(stack.listed()) == 4
+    assert len({one.instance for one in state.components.values() if one.worker}) == 4
+
+
+def test_second_up_is_refused_and_changes_nothing(stack: Stack) -> None:
+    stack.up()
+    before = _alive(stack)
+    again = stack.up(check=False)
+    assert again.returncode == 1
+    assert "already running" in again.stderr
+    assert str(stack.port) in again.stderr
+    assert _alive(stack) == before
+    assert stack.ready()
+
+
+def test_busy_port_is_named_with_its_holder(stack: Stack) -> None:
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", stack.port))
+        holder.listen()
+        refused = stack.up(check=False)
+    assert refused.returncode == 1
+    assert f"--port {stack.port}" in refused.stderr
+    assert f"process {os.getpid()}" in refused.stderr
+    assert stack.run.read() is None
+
+
+@pytest.mark.parametrize("victim", ["frontend", "prefill", "decode"])
+def test_killed_component_comes_back(stack: Stack, victim: str) -> None:
+    stack.up()
+    pid = stack.state.components[victim].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: stack.state.components[victim].restarts == 1, 30, "the launcher notices")
+    until(stack.ready, 60, f"{victim} is back")
+    assert stack.state.components[victim].pid not in (None, pid)
+    assert "signal 9" in (stack.state.components[victim].reason or "")
+    # The dead worker's registration outlives it by Dynamo's time to live (10 s); within that a request may fail.
+    body = {"model": stack.model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    until(lambda: stack.post("/chat/completions", body).status_code == 200, 30, "a request is answered")
+
+
+def test_starved_worker_is_registered_again(stack: Stack) -> None:
+    stack.up()
+    before = stack.state.components["decode"]
+    assert before.pid is not None
+    os.kill(before.pid, signal.SIGSTOP)
+    try:
+        until(lambda: before.instance not in stack.listed(), 40, "the frontend drops the starved worker")
+    finally:
+        os.kill(before.pid, signal.SIGCONT)
+    until(lambda: stack.state.components["decode"].restarts == 1, 40, "the launcher notices")
+    assert "registration" in (stack.state.components["decode"].reason or "")
+    until(stack.ready, 60, "decode is registered again")
+    assert stack.state.components["decode"].instance in stack.listed()
+
+
+def test_down_ends_everything_after_the_launcher_was_killed(stack: Stack) -> None:
+    stack.up()
+    os.kill(stack.state.session, signal.SIGKILL)
+    until(lambda: not stack.run.launcher_alive(), 10, "the launcher is dead")
+    assert len(_alive(stack)) == 3
+    assert "the launcher is dead" in stack.command("status", check=False).stdout
+    assert "ended 3 processes" in stack.command("down").stdout
+    assert _alive(stack) == []
+
+
+def test_up_after_a_killed_launcher_clears_what_it_left(stack: Stack) -> None:
+    stack.up()
+    os.kill(stack.state.session, signal.SIGKILL)
+    until(lambda: not stack.run.launcher_alive(), 10, "the launcher is dead")
+    left = _alive(stack)
+    stack.port = free_ports(1, above=stack.port + 20)[0]
+    assert "ended 3 processes that a launcher left behind" in stack.up().stdout
+    assert not set(left) & set(_alive(stack))
+    assert stack.ready()
+
+
+def test_interrupt_during_the_start_ends_everything(stack: Stack, tmp_path: Path) -> None:
+    profile = tmp_path / "slow.yaml"
+    profile.write_text(
+        "description: a frontend that is never ready\nengines: mocker\nserved_model_name: none\n"
+        "components:\n  frontend:\n    module: http.server\n    args: {bind: 127.0.0.1}\n"
+    )
+    up = subprocess.Popen(
+        [sys.executable, "-m", "serving_stack", "up", "--profile", str(profile), "--port", str(stack.port)],
+        env={**os.environ, "SERVING_STACK_HOME": str(stack.home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    until(lambda: (state := stack.run.read()) and state.components["frontend"].state == "starting", 30, "it starts")
+    members = _alive(stack)
+    assert len(members) == 2
+    up.send_signal(signal.SIGINT)
+    said, _ = up.communicate(timeout=60)
+    assert up.returncode == 130
+    assert "interrupted" in said
+    assert _alive(stack) == []
+
+
+def test_component_that_fails_to_start_is_named_with_its_last_lines(stack: Stack, tmp_path: Path) -> None:
+    profile = tmp_path / "broken.yaml"
+    profile.write_text(
+        "description: a frontend with a flag that does not exist\nengines: mocker\nserved_model_name: none\n"
+        "components:\n  frontend:\n    module: http.server\n    args: {no-such-flag: 1}\n"
+    )
+    stack.profile = str(profile)
+    refused = stack.up(check=False)
+    assert refused.returncode == 1
+    assert "frontend exited with status 2" in refused.stderr
+    assert "no-such-flag" in refused.stderr
+    assert _alive(stack) == []
+
+
+def test_logs_of_one_component_and_of_all(stack: Stack) -> None:
+    stack.up()
+    one = stack.command("logs", "decode").stdout
+    assert "--- decode starts" in one
+    everything = stack.command("logs").stdout
+    for component in ("frontend", "prefill", "decode", "launcher"):
+        assert any(line.startswith(component) for line in everything.splitlines())
+    refused = stack.command("logs", "nobody", check=False)
+    assert refused.returncode == 1
+    assert "'nobody'" in refused.stderr
+    assert "decode" in refused.stderr
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "serving_stack", "logs", "-f", "launcher"],
+        env={**os.environ, "SERVING_STACK_HOME": str(stack.home)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert follower.stdout is not None
+    while "ready after" not in follower.stdout.readline():
+        pass
+    stack.command("down")
+    time.sleep(0.5)
+    follower.send_signal(signal.SIGINT)
+    follower.communicate(timeout=10)
+    assert follower.returncode == 130

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles: the schema refuses what it does not know, and flags pass through as they stand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serving_stack import StackError
+from serving_stack import profile as profiles
+
+NAMES = {"port": "8000", "model": "/models/m", "served_model_name": "m", "run_dir": "/run"}
+
+MINIMAL = """\
+description: one
+engines: cpu
+served_model_name: m
+components:
+  frontend:
+    module: dynamo.frontend
+"""
+
+
+def _file(folder: Path, text: str) -> str:
+    path = folder / "p.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def _render(profile: profiles.Profile) -> list[profiles.Process]:
+    return profiles.render(profile, NAMES, list(range(9000, 9000 + profiles.port_count(profile))))
+
+
+@pytest.mark.parametrize("name", profiles.shipped())
+def test_shipped_profiles_load_and_render(name: str) -> None:
+    processes = _render(profiles.load(name))
+    assert "frontend" in [process.name for process in processes]
+    for process in processes:
+        assert not [word for word in process.args if "${" in word]
+        assert not [value for value in process.environment.values() if "${" in value]
+
+
+def test_cpu_profile_is_prefill_and_decode_over_nixl() -> None:
+    processes = {process.name: process for process in _render(profiles.load("cpu"))}
+    assert sorted(processes) == ["decode", "frontend", "prefill"]
+    assert processes["frontend"].args[processes["frontend"].args.index("--router-mode") + 1] == "kv"
+    for role, kv_role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        args = processes[role].args
+        transfer = json.loads(args[args.index("--kv-transfer-config") + 1])
+        assert transfer == {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
+    ports = [port for process in processes.values() for port in process.ports.values()]
+    assert len(ports) == len(set(ports)) == 6
+
+
+def test_flags_pass_through(tmp_path: Path) -> None:
+    text = MINIMAL + (
+        "    args: {switch: true, dropped: false, number: 3, word: 'a b', json: {a: [1, true]}, at: '${port}',\n"
+        "      lit: '$$x'}\n"
+    )
+    (process,) = _render(profiles.load(_file(tmp_path, text)))
+    assert process.args == [
+        *("--switch", "--number", "3", "--word", "a b", "--json", '{"a": [1, true]}'),
+        *("--at", "8000", "--lit", "$x"),
+    ]
+
+
+def test_counts_number_the_processes_and_give_each_its_ports(tmp_path: Path) -> None:
+    text = (
+        MINIMAL + "  decode:\n    module: m\n    count: 2\n    ports: [one]\n    args: {i: '${index}', p: '${one}'}\n"
+    )
+    profile = profiles.with_counts(profiles.load(_file(tmp_path, text)), {"decode": 3, "prefill": None})
+    _, *decoders = _render(profile)
+    assert [process.name for process in decoders] == ["decode-0", "decode-1", "decode-2"]
+    assert [process.args for process in decoders] == [["--i", str(i), "--p", str(9000 + i)] for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (MINIMAL + "    flags: {}\n", "components.frontend.flags"),
+        (MINIMAL.replace("engines: cpu", "engine: cpu"), "engine"),
+        (MINIMAL + "    count: 0\n", "components.frontend.count"),
+        (MINIMAL + "    worker: middle\n", "components.frontend.worker"),
+        (MINIMAL.replace("frontend:", "front:"), "'frontend'"),
+        (MINIMAL.replace("module: dynamo.frontend", "module: rm -rf"), "components.frontend.module"),
+        ("- a\n- b\n", "the file"),
+        ("a: [\n", "not YAML"),
+    ],
+)
+def test_bad_profile_is_refused_by_name(tmp_path: Path, text: str, said: str) -> None:
+    file = _file(tmp_path, text)
+    with pytest.raises(StackError) as refused:
+        profiles.load(file)
+    assert file in str(refused.value)
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(("value", "said"), [("${nobody}", "${nobody}"), ("$", "$$")])
+def test_bad_placeholder_is_refused_by_its_place(tmp_path: Path, value: str, said: str) -> None:
+    profile = profiles.load(_file(tmp_path, MINIMAL + f"    args: {{x: '{value}'}}\n"))
+    with pytest.raises(StackError) as refused:
+        _render(profile)
+    assert "frontend.args.x" in str(refused.value)
+    assert said in str(refused.value)
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(StackError, match=r"'gpu'.*cpu, mocker"):
+        profiles.load("gpu")
+
+
+@pytest.mark.parametrize(("counts", "said"), [({"prefill": 2}, "'prefill'"), ({"frontend": 0}, "at least 1")])
+def test_bad_count_is_refused(tmp_path: Path, counts: dict[str, int | None], said: str) -> None:
+    profile = profiles.load(_file(tmp_path, MINIMAL))
+    with pytest.raises(StackError, match=said):
+        profiles.with_counts(profile, counts)
