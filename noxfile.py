@@ -104,9 +104,9 @@ def build(session: nox.Session) -> None:
         (_sdist,) = folder.glob("*.tar.gz")
         module = wheel.name.split("-")[0]
         empty = folder / "empty"
-        session.run("python", "-m", "venv", str(empty), silent=True)
         python = str(empty / "bin" / "python")
-        session.run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", str(wheel), external=True)
+        session.run("python", "-m", "uv", "venv", "-q", "--python", _python(session), str(empty))
+        session.run("python", "-m", "uv", "pip", "install", "-q", "--python", python, str(wheel))
         session.run(python, "-c", f"import {module}; print({module}.__name__, {module}.__version__)", external=True)
         if wheel.name.endswith("-none-any.whl"):
             for version in ("3.11", "3.12"):
