@@ -78,7 +78,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Mypy, strict, over everything."""
-    session.install("mypy==1.*", "types-PyYAML", "types-psutil", "nox", *TEST_TOOLS, "-e", "integration", silent=True)
+    session.install("mypy==2.*", "types-PyYAML", "types-psutil", "nox", *TEST_TOOLS, "-e", "integration", silent=True)
     session.env["MYPYPATH"] = os.pathsep.join(str(package / "src") for package in PACKAGES)
     session.run("mypy", "packages", "integration", "tests", "docs", "noxfile.py")
 
@@ -158,14 +158,14 @@ def matrix(session: nox.Session) -> None:
 
 @nox.session
 def minimums(session: nox.Session) -> None:
-    """Unit tests with the lowest direct dependencies that the packages allow (outside CI)."""
+    """Unit tests with the lowest direct dependencies the packages allow, engines aside (outside CI)."""
     session.install(*TEST_TOOLS, silent=True)
     session.run(
         *("uv", "pip", "install", "-q", "--python", _python(session), "--resolution", "lowest-direct"),
         *(str(package) for package in PACKAGES),
     )
     session.install("--no-deps", *(part for package in PACKAGES for part in ("-e", str(package))), silent=True)
-    session.run("pytest", *PYTEST, *LIGHT_TESTS, *session.posargs)
+    session.run("pytest", *PYTEST, *LIGHT_TESTS, "-m", "not mocker", *session.posargs)
 
 
 @nox.session

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
 from serving_stack.state import free_ports
 from support.bench import Bench
 from support.stack import Stack

@@ -42,10 +42,12 @@ def test_both_locks_agree() -> None:
     assert "torch" not in mocker
 
 
+@pytest.mark.mocker
 def test_this_environment_is_as_locked() -> None:
     assert install.differences("mocker") == {}
 
 
+@pytest.mark.mocker
 def test_differences_name_wanted_and_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     real = metadata.version
 
@@ -86,6 +88,7 @@ def _only(profile: str, sign: str) -> doctor.Finding:
     return found
 
 
+@pytest.mark.mocker
 def test_doctor_finds_this_environment_fit_for_the_mocker() -> None:
     assert [one for one in _findings("mocker", 22999).values() if one.verdict == "FAIL"] == []
 
@@ -98,7 +101,7 @@ def test_doctor_names_each_missing_package_with_its_cure(monkeypatch: pytest.Mon
 
 
 def test_doctor_says_what_is_lost_without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr(doctor, "_processor_flags", lambda: {"avx2", "avx512f", "avx512_bf16"})
     found = _only("cpu", "processor")
     assert found.verdict == "warn"
@@ -121,7 +124,7 @@ def _of(profile: profiles.Profile, prefill: int) -> list[doctor.Finding]:
 
 
 def test_doctor_names_a_missing_system_library_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
     found = _only("cpu", "library libnuma")
     assert (found.verdict, found.cure) == ("FAIL", "apt-get install libnuma1")
 

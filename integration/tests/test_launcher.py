@@ -18,6 +18,8 @@ import pytest
 from serving_stack.state import free_ports
 from support.stack import Stack, until
 
+pytestmark = pytest.mark.mocker
+
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:

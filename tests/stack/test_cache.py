@@ -26,7 +26,7 @@ def _ask(stack: Stack, messages: list[dict[str, Any]]) -> tuple[Any, dict[str, f
         model=stack.model,
         messages=messages,
         temperature=0,
-        max_tokens=16,  # type: ignore[arg-type]
+        max_tokens=16,
     )
     assert answer.usage is not None
     total = answer.usage.prompt_tokens

@@ -9,8 +9,6 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 #: Upstream distributions whose version changes what a benchmark means.
 UPSTREAMS = (
     "vllm",
@@ -85,6 +83,8 @@ def _usable_cores() -> float:
 
 def _memory_bytes() -> int:
     """Return the memory this process may use: the machine's, or its control group's limit where that is less."""
+    import psutil  # not needed to list the benches
+
     total = int(psutil.virtual_memory().total)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()

@@ -304,7 +304,7 @@ class _Fields:
             raise self.error(field, f"a number was expected, not {_kind(value)}")
         if not 0 <= value < math.inf:
             raise self.error(field, f"{value} is not a finite number of at least 0")
-        return value
+        return float(value)
 
     def maybe_number(self, field: str) -> float | None:
         return None if self.record.get(field) is None else self.number(field)

@@ -21,7 +21,7 @@ from .errors import StackError
 from .install import differences, lock
 from .state import Run, home, listener
 
-#: Resident memory of one vLLM CPU worker, bytes: three processes, 3.6 GB measured with the tiny model and a 1 GiB cache.
+#: Resident memory of one vLLM CPU worker, bytes: three processes, the tiny model, a cache of 1 GiB; 3.6 GB measured.
 WORKER_BYTES = 4 << 30
 #: The same for a frontend or a mock engine.
 LIGHT_BYTES = 300 << 20

@@ -100,8 +100,8 @@ def _install_torch(version: str) -> None:
         raise StackError(f"torch {version}+cpu could not be installed:\n{output[-2000:]}")
     print(
         f"torch {version}+cpu is on no index this installer sees: taking the default build, which on x86-64 brings\n"
-        "CUDA libraries of several gigabytes. To avoid that, point pip at a folder with the CPU wheel (PIP_FIND_LINKS) or\n"
-        "at PyTorch's CPU index (PIP_EXTRA_INDEX_URL), uninstall torch and run this again: docs, 'Installing'.",
+        "3 GB of CUDA libraries. To avoid that, point pip at a folder with the CPU wheel (PIP_FIND_LINKS) or at\n"
+        "PyTorch's CPU index (PIP_EXTRA_INDEX_URL), uninstall torch and run this again: docs, 'Install'.",
         flush=True,
     )
     status, output = _install([f"{TORCH}=={version}"], None)

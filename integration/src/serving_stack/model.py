@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -275,6 +276,14 @@ def text_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def _token(text: str) -> int:
+    """Return the token of a text that is one."""
+    token = text_tokenizer().token_to_id(text)
+    if token is None:
+        raise KeyError(text)
+    return token
+
+
 @lru_cache(maxsize=1)
 def _corpus_tokens() -> tuple[int, ...]:
     return tuple(text_tokenizer().encode(_corpus(), add_special_tokens=False).ids)
@@ -303,7 +312,8 @@ def _bytes(name: str, seed: int, count: int) -> npt.NDArray[np.uint8]:
 
 def _draw(name: str, seed: int, rows: int, columns: int) -> _Ints:
     """Sums of four bytes minus their mean: integers from -510 to 510 with a variance of exactly 21845."""
-    return _bytes(name, seed, rows * columns * 4).reshape(rows, columns, 4).sum(axis=2, dtype=np.int64) - 510
+    summed: _Ints = _bytes(name, seed, rows * columns * 4).reshape(rows, columns, 4).sum(axis=2, dtype=np.int64)
+    return summed - 510
 
 
 #: Weights are integers times two to the power of minus this.
@@ -320,7 +330,9 @@ def _bfloat16(integers: _Ints, fraction_bits: int = _FRACTION_BITS) -> _Bits:
     if integers.size and int(np.abs(integers).max()) >= 1 << 24:
         raise ValueError("an integer of more than 24 bits is not exact in float32")
     bits = (integers.astype(np.float32) * np.float32(2.0**-fraction_bits)).view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded: _Bits = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
+    return rounded
 
 
 def _successors(seed: int) -> tuple[list[list[int]], list[int]]:
@@ -330,11 +342,11 @@ def _successors(seed: int) -> tuple[list[list[int]], list[int]]:
     texts = [tokenizer.decode([token], skip_special_tokens=False) for token in range(first_added)]
     printable = [token for token, text in enumerate(texts) if text.isascii() and text.replace("\n", " ").isprintable()]
     allowed = set(printable)
-    end = tokenizer.token_to_id(_END)
+    end = _token(_END)
     order = _bytes("fill", seed, VOCABULARY * SUCCESSORS * 4).view("<u4").astype(np.int64).tolist()
     pairs: list[Counter[int]] = [Counter() for _ in range(VOCABULARY)]
     starts: Counter[int] = Counter()
-    for left, right in zip(corpus, corpus[1:], strict=False):
+    for left, right in itertools.pairwise(corpus):
         if right in allowed and left != right:
             pairs[left][right] += 1
             if texts[left].endswith("\n"):
@@ -485,7 +497,7 @@ def _weights(seed: int) -> _Tensors:
 
 
 def _configuration() -> dict[str, Any]:
-    token = text_tokenizer().token_to_id
+    ends = [_token(text) for text in (_END, "<|user|>", "<|observation|>")]
     return {
         "architectures": ["Glm4MoeLiteForCausalLM"],
         "model_type": "glm4_moe_lite",
@@ -531,8 +543,8 @@ def _configuration() -> dict[str, Any]:
         "tie_word_embeddings": False,
         "use_cache": True,
         "bos_token_id": None,
-        "pad_token_id": token(_END),
-        "eos_token_id": [token(_END), token("<|user|>"), token("<|observation|>")],
+        "pad_token_id": ends[0],
+        "eos_token_id": ends,
     }
 
 
@@ -566,18 +578,31 @@ def _files(seed: int) -> dict[str, bytes]:
     }
 
 
+def _holds(directory: Path, files: dict[str, bytes]) -> bool:
+    """Say whether `directory` holds exactly `files`."""
+    try:
+        return {path.name for path in directory.iterdir()} == set(files) and all(
+            (directory / name).stat().st_size == len(content) and (directory / name).read_bytes() == content
+            for name, content in files.items()
+        )
+    except OSError:
+        return False
+
+
 def write_model(directory: Path, *, seed: int = SEED) -> Path:
     """Write the tiny model into `directory` and return its absolute path.
 
-    Parents are created. A directory that already holds our model is replaced by the same bytes; a half-written model
-    is never visible, since the files are completed beside the directory and then renamed into place.
+    Parents are created. A directory that already holds these bytes is left alone, so that servers may be reading it;
+    one that holds an older or damaged model of ours is replaced. A half-written model is never visible: the files are
+    completed beside the directory and then renamed into place.
 
     Args:
         directory: Where the model goes: missing, empty, or written by this function before.
         seed: Draws another model of the same shape; only `SEED` has the properties that the tests assert.
 
     Raises:
-        StackError: when `directory` is a file, or holds something that this function did not write.
+        StackError: when `directory` is a file, holds something that this function did not write, or cannot be
+            written.
     """
     target = Path(os.path.abspath(directory))
     if target.is_symlink():
@@ -587,8 +612,13 @@ def write_model(directory: Path, *, seed: int = SEED) -> Path:
     if target.is_dir() and any(target.iterdir()) and not (target / _MARKER).is_file():
         raise StackError(f"{target} is not empty and holds no model of ours; give another directory")
     files = _files(seed)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    if _holds(target, files):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise StackError(f"cannot write {target}: {error.strerror}") from error
     try:
         for name, content in files.items():
             with (fresh / name).open("wb") as stream:
@@ -597,15 +627,15 @@ def write_model(directory: Path, *, seed: int = SEED) -> Path:
                 os.fsync(stream.fileno())
         fresh.chmod(0o755)
         if target.is_dir() and any(target.iterdir()):
-            old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-            target.rename(old / "old")
-            fresh.rename(target)
-            shutil.rmtree(old)
-        else:
-            fresh.rename(target)
-    except BaseException:
+            target.rename(fresh.with_name(fresh.name + "old"))
+        fresh.rename(target)
+    except OSError as error:
+        # Another process that writes the same model may have been first; its bytes are ours.
+        if not _holds(target, files):
+            raise StackError(f"cannot write {target}: {error.strerror}") from error
+    finally:
         shutil.rmtree(fresh, ignore_errors=True)
-        raise
+        shutil.rmtree(fresh.with_name(fresh.name + "old"), ignore_errors=True)
     return target
 
 
