@@ -244,7 +244,7 @@ def test_template_of_a_plain_chat() -> None:
     assert _render(messages, add_generation_prompt=True, enable_thinking=True) == asked
     assert _render(messages, add_generation_prompt=True, enable_thinking=False) == asked + "</think>"
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert _render(parts) == "[gMASK]<sop><|user|>ab"
+    assert _render(parts) == "[gMASK]<sop><|user|>a\nb"
     assert _render([{"role": "assistant", "content": None}]) == "[gMASK]<sop><|assistant|><think></think>"
 
 

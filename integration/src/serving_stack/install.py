@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from importlib import metadata, resources
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -81,10 +82,10 @@ def _install(arguments: list[str], total: int | None) -> tuple[int, str]:
     lines, collected = [], 0
     for line in process.stdout:
         lines.append(line)
-        if line.startswith("Collecting "):
+        if line.startswith(("Collecting ", "Processing ")):
             collected += 1
             if total is None or collected % 10 == 0 or collected == total:
-                print(f"  {collected:3}{f' of {total}' if total else ''}: {line.split()[1]}", flush=True)
+                print(f"  {collected:3}{f' of {total}' if total else ''}: {Path(line.split()[1]).name}", flush=True)
         elif line.startswith("Installing collected packages"):
             print("  unpacking", flush=True)
     return process.wait(), "".join(lines)

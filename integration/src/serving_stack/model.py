@@ -143,13 +143,18 @@ _WORDS = (
 )
 
 #: The conversation as GLM-4.7 reads it. History is rendered as it was generated, so that a prompt is a prefix of the
-#: next turn's prompt. Only constructs that both Jinja and minijinja know.
+#: next turn's prompt. Only constructs that both Jinja and minijinja know. Two habits of Dynamo 1.6 are met halfway:
+#: it joins the parts of a content with a line break before it renders, and it hands over arguments as an object unless
+#: the template asks whether they are a string.
 CHAT_TEMPLATE = """\
 {%- macro text(content) -%}
 {%- if content is string -%}
 {{- content -}}
 {%- elif content is iterable and content is not mapping -%}
 {%- for part in content -%}
+{%- if not loop.first -%}
+{{- '\\n' -}}
+{%- endif -%}
 {%- if part is string -%}
 {{- part -}}
 {%- elif part.type == 'text' -%}
@@ -207,7 +212,7 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 {{- '</arg_value>\\n' -}}
 {%- endfor -%}
-{%- elif function.arguments is string -%}
+{%- elif function.arguments -%}
 {{- function.arguments -}}
 {{- '\\n' -}}
 {%- endif -%}
