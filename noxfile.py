@@ -37,7 +37,7 @@ def _stack(session: nox.Session) -> Path:
     """Make or complete the environment of the pinned engines; return its folder of commands."""
     commands = ROOT / STACK / "bin"
     python = str(commands / "python")
-    if not (commands / "python").exists():
+    if not (commands / "pip").exists():
         session.run(sys.executable, "-m", "venv", str(ROOT / STACK))
     quiet = ("-q", "--disable-pip-version-check")
     session.run(python, "-m", "pip", "install", *quiet, "-e", "integration", "pytest>=8", "pytest-timeout>=2.3")
@@ -174,7 +174,7 @@ def lock(session: nox.Session) -> None:
     session.install("uv>=0.5", silent=True)
     session.chdir("integration/src/serving_stack/locks")
     resolve = [
-        *("uv", "pip", "compile", "-q", "--universal", "--python-version", "3.11", "--no-header", "--no-annotate"),
+        *("uv", "pip", "compile", "-q", "--universal", "--python-version", PYTHONS[0], "--no-header", "--no-annotate"),
         *("--config-file", "uv.toml", "--override", "overrides.txt"),
     ]
     for name, source, extra in (("cpu", "stack.in", []), ("mocker", "mocker.in", ["-c", "cpu.lock"])):

@@ -38,12 +38,14 @@ class FakeEndpoint(http.server.BaseHTTPRequestHandler):
     models: ClassVar[list[str]] = ["one"]
     status = 200
     answer: Any = None
+    page: bytes | None = None
     chunks: ClassVar[list[Any]] = []
 
     def log_message(self, *args: Any) -> None:
         """Keep quiet."""
 
     def _say(self, body: bytes, kind: str) -> None:
+        body, kind = (body, kind) if self.page is None else (self.page, "text/html")
         self.send_response(self.status)
         self.send_header("content-type", kind)
         self.send_header("content-length", str(len(body)))
@@ -154,6 +156,35 @@ def test_chat_reports_a_stream_that_was_cut(endpoint: tuple[str, type[FakeEndpoi
     assert "not whole" in cut.stderr
 
 
+@pytest.mark.parametrize("words", [["Hi"], ["--json", "one", "Hi"]])
+def test_chat_says_when_the_address_is_no_such_endpoint(
+    endpoint: tuple[str, type[FakeEndpoint]], tmp_path: Path, words: list[str]
+) -> None:
+    url, handler = endpoint
+    handler.page = b"<html>Welcome</html>"
+    refused = _command("chat", "--base-url", url, *words, home=tmp_path)
+    assert refused.returncode == 1
+    assert url in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_chat_to_this_machine_goes_round_a_proxy(endpoint: tuple[str, type[FakeEndpoint]], tmp_path: Path) -> None:
+    url, handler = endpoint
+    handler.chunks = [_chunk(content="x", finish="stop")]
+    proxy = "http://127.0.0.1:9"
+    said = _command("chat", "--base-url", url, "one", "Hi", home=tmp_path, HTTP_PROXY=proxy, http_proxy=proxy)
+    assert (said.returncode, said.stdout) == (0, "x\n")
+
+
+def test_home_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for command in ("status", "up", "doctor"):
+        refused = _command(command, home=tmp_path / "file")
+        assert refused.returncode == 1
+        assert str(tmp_path / "file") in refused.stderr
+        assert "Traceback" not in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -164,6 +195,7 @@ def test_chat_reports_a_stream_that_was_cut(endpoint: tuple[str, type[FakeEndpoi
         (["up", "--port", "80"], "--port 80"),
         (["up", "--profile", "gpu"], "'gpu'"),
         (["up", "--profile", "mocker", "--prefill", "0"], "--prefill 0"),
+        (["up", "--profile", "mocker", "--decode", "5000"], "--decode 5000"),
         (["up", "--profile", "mocker", "--model", "nowhere"], "--model nowhere"),
         (["doctor", "--port", "70000"], "--port 70000"),
         (["install", "--profile", "nowhere.yaml"], "nowhere.yaml"),

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 
 import pytest
+import yaml
 
-from serving_stack.state import free_ports
+from serving_stack.state import free_ports, stat
 from support.stack import Stack, until
 
 pytestmark = pytest.mark.mocker
@@ -114,6 +117,94 @@ def test_starved_worker_is_registered_again(stack: Stack) -> None:
     assert "registration" in (stack.state.components["decode"].reason or "")
     until(stack.ready, 60, "decode is registered again")
     assert stack.state.components["decode"].instance in stack.listed()
+
+
+def test_frontend_that_stalls_for_a_moment_is_left_alone_and_one_that_hangs_is_replaced(
+    stack: Stack, tmp_path: Path
+) -> None:
+    """Both stalls are longer than one question may take; only the second is longer than a frontend may be silent."""
+    shipped = yaml.safe_load((resources.files("serving_stack") / "profiles" / "mocker.yaml").read_text("utf-8"))
+    hasty = tmp_path / "hasty.yaml"
+    hasty.write_text(yaml.safe_dump({**shipped, "ready_seconds": 8}))
+    stack.profile = str(hasty)
+    stack.up()
+    pid = stack.state.components["frontend"].pid
+    assert pid is not None
+    time.sleep(8)  # older than the profile's ready_seconds
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(5)
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(2)
+    assert stack.state.components["frontend"].restarts == 0
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: stack.state.components["frontend"].restarts == 1, 90, "the launcher gives up on it")
+    assert "silent" in (stack.state.components["frontend"].reason or "")
+    until(stack.ready, 60, "the frontend is back")
+
+
+def test_down_spares_a_stranger_with_the_same_session_id(stack: Stack) -> None:
+    """After a reboot or when process ids wrap, another session can have the id that a dead run left behind."""
+    stack.up()
+    stack.command("down")
+    stranger = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    try:
+        state = stack.state.model_copy(update={"session": stranger.pid, "phase": "ready"})
+        stack.run.write(state)
+        assert stack.command("down").stdout.strip() == "nothing is running"
+        # Nor one whose leader is dead: it does not carry the run's mark.
+        born = stat(stranger.pid)
+        assert born is not None
+        stack.run.write(state.model_copy(update={"born": born.born}))
+        assert stack.command("down").stdout.strip() == "nothing is running"
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_two_ups_at_once_leave_one_stack(stack: Stack) -> None:
+    words = [sys.executable, "-m", "serving_stack", "up", "--profile", "mocker", "--port"]
+    environment = {**os.environ, "SERVING_STACK_HOME": str(stack.home)}
+    both = [
+        subprocess.Popen(
+            [*words, str(port)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for port in free_ports(2, above=stack.port)
+    ]
+    said = [one.communicate(timeout=120)[0] for one in both]
+    assert sorted(one.returncode for one in both) == [0, 1], said
+    loser = next(text for one, text in zip(both, said, strict=True) if one.returncode == 1)
+    assert "another `serving-stack up`" in loser or "already running" in loser
+    assert stack.ready()
+
+
+def test_launcher_survives_a_disk_it_cannot_write(stack: Stack) -> None:
+    stack.up()
+    (stack.run.directory / "state.new").mkdir()
+    before = stack.state.components["decode"].pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+    until(
+        lambda: "decode: starting" in stack.command("logs", "launcher").stdout.partition("signal 9")[2], 30, "restart"
+    )
+    (stack.run.directory / "state.new").rmdir()
+    until(lambda: stack.state.components["decode"].restarts == 1 and stack.ready(), 60, "decode is back")
+
+
+def test_files_of_the_user_shadow_no_module(stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("httpx.py", "dynamo.py"):
+        (tmp_path / name).write_text("raise SystemExit('shadowed')\n")
+    script = shutil.which("serving-stack", path=str(Path(sys.executable).parent))
+    assert script is not None
+    done = subprocess.run(
+        [script, "up", "--profile", "mocker", "--port", str(stack.port)],
+        cwd=tmp_path,
+        env={**os.environ, "SERVING_STACK_HOME": str(stack.home)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_down_ends_everything_after_the_launcher_was_killed(stack: Stack) -> None:

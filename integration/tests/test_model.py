@@ -25,12 +25,12 @@ from serving_stack.model import ADDED_TOKENS, CHAT_TEMPLATE, prompt_tokens, text
 #: What `write_model` writes. tokenizers 0.20.3, 0.21.4, 0.22.2 and 0.23.3 train and write the same tokenizer; should a
 #: later version differ, this table tells, and the start places in `model.py` have to be searched again.
 DIGESTS = {
-    "chat_template.jinja": "",
-    "config.json": "",
-    "generation_config.json": "",
-    "model.safetensors": "",
-    "tokenizer.json": "",
-    "tokenizer_config.json": "",
+    "chat_template.jinja": "612e425d87b5af6f78fe3ada899860dc93271f7997978a0ff3f41dabcc0216f1",
+    "config.json": "5f4410214e6596cbc27e262792c5bfd7b509857eaa7515a670066d72b790b934",
+    "generation_config.json": "02a75b55ecec34b762b3c9af1c4f974d7fc620bf3cfd010340ddd236ea16e7e0",
+    "model.safetensors": "ef48654eafce6d89376608d5475a3f247d4a6d4dfdb2ec21a646baff3cac3b56",
+    "tokenizer.json": "a8e880c75b3e29d8836e057a1b485532acf85c5b1aa98bfa4cd9a9c5925a0342",
+    "tokenizer_config.json": "1df014309de0daeb778e479f9f17699de2ba175985f951cfd70d6f3723f90fc4",
 }
 TOOLS = [
     {

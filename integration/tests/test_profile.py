@@ -84,6 +84,10 @@ def test_counts_number_the_processes_and_give_each_its_ports(tmp_path: Path) -> 
         (MINIMAL + "    count: 0\n", "components.frontend.count"),
         (MINIMAL + "    worker: middle\n", "components.frontend.worker"),
         (MINIMAL.replace("frontend:", "front:"), "'frontend'"),
+        (MINIMAL + "    ports: [port]\n", "components.frontend.ports"),
+        (MINIMAL + "    ports: [one, one]\n", "components.frontend.ports"),
+        (MINIMAL + "  decode-0:\n    module: m\n", "components.decode-0"),
+        (MINIMAL + "  launcher:\n    module: m\n", "components.launcher"),
         (MINIMAL.replace("module: dynamo.frontend", "module: rm -rf"), "components.frontend.module"),
         ("- a\n- b\n", "the file"),
         ("a: [\n", "not YAML"),
@@ -111,7 +115,10 @@ def test_unknown_name_lists_the_known_ones() -> None:
         profiles.load("gpu")
 
 
-@pytest.mark.parametrize(("counts", "said"), [({"prefill": 2}, "'prefill'"), ({"frontend": 0}, "at least 1")])
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [({"prefill": 2}, "'prefill'"), ({"frontend": 0}, "between 1 and 64"), ({"frontend": 65}, "between 1 and 64")],
+)
 def test_bad_count_is_refused(tmp_path: Path, counts: dict[str, int | None], said: str) -> None:
     profile = profiles.load(_file(tmp_path, MINIMAL))
     with pytest.raises(StackError, match=said):

@@ -27,6 +27,8 @@ BLOCK = 32
 MARGIN = 0.2
 #: The prompts that the stack's equality tests send: B is the block size, 32 or 128.
 SHORT = (1, 31, 32, 33, 127, 128, 129, 1000)
+#: Blocks of the prompt of 6,000 tokens that are exchanged, from its first to its last.
+LONG_SAMPLE = (0, 37, 75, 112, 150, 186)
 
 
 @pytest.fixture(scope="module")
@@ -173,10 +175,6 @@ def test_every_layer_matters(model: Any, thousand: tuple[Conversation, Conversat
         assert changed, f"layer {layer}"
 
 
-#: Blocks of the long prompt whose loss is looked for, from its first to its last.
-LONG_SAMPLE = (0, 37, 75, 112, 150, 186)
-
-
 def test_a_chat_ends_by_itself(model: Any, directory: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     question = [{"role": "user", "content": "What is a lease?"}]
@@ -204,8 +202,8 @@ def test_transformers_reads_tokenizer_and_template(directory: Path) -> None:
     tools = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
     text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
     assert text.endswith(
-        "<|user|>Read it.<|assistant|><think></think><tool_call>read\n<arg_key>path</arg_key>\n<arg_value>a</arg_value>\n"
-        "<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
+        "<|user|>Read it.<|assistant|><think></think><tool_call>read\n"
+        "<arg_key>path</arg_key>\n<arg_value>a</arg_value>\n<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
         "<|observation|><tool_response>done</tool_response><|assistant|><think>"
     )
     ids = tokenizer.apply_chat_template(

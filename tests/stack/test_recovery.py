@@ -79,7 +79,9 @@ def test_killed_worker_comes_back(stack: Stack, victim: str) -> None:
     assert before.pid is not None
     if victim == "prefill":
         request = InFlight(stack, prompt_tokens(6000), max_tokens=400)
-        time.sleep(0.5)  # while the prompt is computed
+        time.sleep(0.5)
+        assert request.thread.is_alive()
+        assert request.tokens == 0, "the prompt is no longer being computed"
     else:
         request = InFlight(stack, prompt_tokens(300), max_tokens=2000)
         until(lambda: request.tokens > 3 or not request.thread.is_alive(), 60, "the answer begins")

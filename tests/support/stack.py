@@ -81,7 +81,10 @@ class Stack:
         """The OpenAI SDK, pointed at it, with no retries of its own."""
         import openai
 
-        return openai.OpenAI(base_url=self.state.base_url, api_key="none", max_retries=0, timeout=120)
+        plain = openai.DefaultHttpxClient(trust_env=False)
+        return openai.OpenAI(
+            base_url=self.state.base_url, api_key="none", max_retries=0, timeout=120, http_client=plain
+        )
 
     def post(self, path: str, body: dict[str, Any] | str, timeout: float = 120) -> httpx.Response:
         """Send a raw request to the API."""
@@ -91,6 +94,7 @@ class Stack:
             content=content,
             headers={"content-type": "application/json"},
             timeout=timeout,
+            trust_env=False,
         )
 
     def complete(self, tokens: list[int], max_tokens: int = 24) -> dict[str, Any]:
@@ -111,7 +115,7 @@ class Stack:
     def metrics(self, component: str) -> str:
         """Read a worker's own metrics, in Prometheus' text form."""
         port = self.state.components[component].ports["system_port"]
-        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
+        return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10, trust_env=False).text
 
     def metric(self, component: str, name: str) -> float:
         """Read one of a worker's own counters."""
@@ -119,7 +123,7 @@ class Stack:
 
     def listed(self) -> set[str]:
         """Return the instance ids that the frontend lists for `generate`."""
-        answer = httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=10).json()
+        answer = httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=10, trust_env=False).json()
         return {str(one["instance_id"]) for one in answer["instances"] if one["endpoint"] == "generate"}
 
     def ready(self) -> bool:

@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from .errors import StackError
 from .state import Run
@@ -60,8 +61,13 @@ def run(args: argparse.Namespace) -> int:
         raise StackError(f"{len(args.words)} words given: a model and one message, the message in quotes")
     model, text = args.words if len(args.words) == 2 else (None, args.words[0])
     url = _base_url(args.base_url)
+    # A proxy does not know this machine's own addresses.
+    local = urlsplit(url).hostname in {"127.0.0.1", "localhost", "::1"}
     client = openai.OpenAI(
-        base_url=url, api_key=args.api_key or os.environ.get("OPENAI_API_KEY") or "none", max_retries=0
+        base_url=url,
+        api_key=args.api_key or os.environ.get("OPENAI_API_KEY") or "none",
+        max_retries=0,
+        http_client=openai.DefaultHttpxClient(trust_env=not local),
     )
     request: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
     tools = _tools(args.tools)
@@ -86,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
     except openai.APIError as error:
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise StackError(f"{url}: {error.message}{cause}") from error
+    except (ValueError, AttributeError, TypeError) as error:  # an answer of another form, or a key no header can hold
+        raise StackError(f"{url} does not answer as an OpenAI-compatible endpoint: {error}") from error
 
 
 def _stream(chunks: Any) -> int:

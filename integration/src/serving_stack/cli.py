@@ -61,3 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 1
+    except OSError as error:
+        print(f"serving-stack: {error}", file=sys.stderr)
+        return 1

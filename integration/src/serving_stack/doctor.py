@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes.util
 import os
 import platform
@@ -17,9 +18,8 @@ from typing import Literal, NamedTuple
 import psutil
 
 from . import profile as profiles
-from .errors import StackError
 from .install import differences, lock
-from .state import Run, home, listener
+from .state import Run, check_port, free_ports, home, listener
 
 #: Resident memory of one vLLM CPU worker, bytes: three processes, the tiny model, a cache of 1 GiB; 3.6 GB measured.
 WORKER_BYTES = 4 << 30
@@ -102,34 +102,50 @@ def _size(count: float) -> str:
     return f"{count / (1 << 30):.1f} GiB"
 
 
+def _limits() -> tuple[float, float]:
+    """Return the cores and bytes of memory that this process may use: the machine's, or its control group's if less."""
+    cores: float = len(os.sched_getaffinity(0))
+    free: float = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (group / "cpu.max").read_text().split()
+        cores = min(cores, float(quota) / float(period))
+    with contextlib.suppress(OSError, ValueError):
+        limit = float((group / "memory.max").read_text())
+        free = min(free, limit - float((group / "memory.current").read_text()))
+    return cores, free
+
+
 def _machine(profile: profiles.Profile) -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0))
+    cores, free = _limits()
     yield Finding(
-        "ok" if cores >= 2 else "FAIL", f"cores: {cores} usable", "" if cores >= 2 else "give the process 2 cores"
+        "ok" if cores >= 2 else "FAIL", f"cores: {cores:g} usable", "" if cores >= 2 else "give the process 2 cores"
     )
     engines = sum(one.count for one in profile.components.values() if one.module == "dynamo.vllm")
     others = sum(one.count for one in profile.components.values() if one.module != "dynamo.vllm")
     need = engines * WORKER_BYTES + others * LIGHT_BYTES
     place = Run()
     state = place.read()
-    ours = sum(process.memory_info().rss for process in place.members(state)) if state else 0
-    free = psutil.virtual_memory().available + ours
+    for process in place.members(state) if state else []:
+        with contextlib.suppress(psutil.Error):
+            free += process.memory_info().rss
     yield Finding(
         "ok" if free >= need else "FAIL",
         f"memory: {_size(free)} available, {_size(need)} needed",
         "" if free >= need else "end other processes, or start fewer workers (--prefill, --decode)",
     )
-    try:
-        shared = shutil.disk_usage("/dev/shm").free
-    except OSError:
-        yield Finding("FAIL", "/dev/shm: not there", "mount -t tmpfs tmpfs /dev/shm")
-    else:
-        wanted = engines * (128 << 20)
-        yield Finding(
-            "ok" if shared >= wanted else "FAIL",
-            f"/dev/shm: {_size(shared)} free",
-            "" if shared >= wanted else "mount -o remount,size=2g /dev/shm (in a container: --shm-size=2g)",
-        )
+    if engines:
+        try:
+            shared = shutil.disk_usage("/dev/shm").free
+        except OSError:
+            yield Finding("FAIL", "/dev/shm: not there", "mount -t tmpfs tmpfs /dev/shm")
+        else:
+            enough = shared >= engines * (128 << 20)
+            yield Finding(
+                "ok" if enough else "FAIL",
+                f"/dev/shm: {_size(shared)} free",
+                "" if enough else "mount -o remount,size=2g /dev/shm (in a container: --shm-size=2g)",
+            )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files != resource.RLIM_INFINITY and files < 4096:
         yield Finding("warn", f"open files: limit {files}", "ulimit -n 65536")
@@ -173,13 +189,12 @@ def examine(profile: profiles.Profile, name: str, port: int) -> Iterator[Finding
     elif state is not None and state.port == port and place.members(state):
         yield Finding("ok", f"port {port}: held by the running stack")
     else:
-        yield Finding("FAIL", f"port {port}: taken by {holder}", f"serving-stack up --port {port + 1000}")
+        yield Finding("FAIL", f"port {port}: taken by {holder}", f"serving-stack up --port {free_ports(1, port)[0]}")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the findings; exit 1 if one of them keeps the stack from running."""
-    if not 1 <= args.port <= 65535:
-        raise StackError(f"--port {args.port}: between 1 and 65535")
+    check_port(args.port)
     failed = False
     for finding in examine(profiles.load(args.profile), args.profile, args.port):
         failed |= finding.verdict == "FAIL"

@@ -10,27 +10,27 @@ import psutil
 
 from .errors import StackError
 from .launcher import GRACE
-from .state import Run, end, listener
+from .state import Run, end, gone, listener
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """The command has no options."""
 
 
-def take_down(run: Run) -> int:
+def take_down(run: Run, ask: bool = True) -> int:
     """End the run's processes and return how many there were.
 
-    A living launcher is asked first: it lets the frontend drain. Whatever is left after that is killed.
+    A living launcher is asked first, unless `ask` is false: it lets the frontend drain. Whatever is left is killed.
     """
     state = run.read()
     if state is None:
         return 0
     members = run.members(state)
     for launcher in members:
-        if launcher.pid == state.session:
+        if ask and launcher.pid == state.session:
             with contextlib.suppress(psutil.Error):
                 launcher.terminate()
-                launcher.wait(2 * GRACE + 10)
+            gone([launcher], 2 * GRACE + 10)
     end(run.members(state), grace=2.0)
     return len(members)
 

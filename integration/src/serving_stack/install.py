@@ -75,13 +75,16 @@ def _installer() -> list[str]:
 
 def _install(arguments: list[str], total: int | None) -> tuple[int, str]:
     """Run the installer, print how far it is (`total` is unknown where it resolves), return its status and output."""
+    command = [*_installer(), *arguments]
     process = subprocess.Popen(
-        [*_installer(), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", bufsize=1
     )
     assert process.stdout is not None
     lines, collected = [], 0
     for line in process.stdout:
         lines.append(line)
+        if command[0] != sys.executable:  # uv says little, and what it says is progress
+            print(f"  {line}", end="", flush=True)
         if line.startswith(("Collecting ", "Processing ")):
             collected += 1
             if total is None or collected % 10 == 0 or collected == total:
@@ -97,7 +100,8 @@ def _install_torch(version: str) -> None:
     if status == 0:
         return
     nowhere = ("No matching distribution", "No solution found", "no version of torch")
-    if not any(sign in output for sign in nowhere):
+    unreachable = ("Could not fetch URL", "Retrying (", "Connection", "timed out", "error sending request")
+    if not any(sign in output for sign in nowhere) or any(sign in output for sign in unreachable):
         raise StackError(f"torch {version}+cpu could not be installed:\n{output[-2000:]}")
     print(
         f"torch {version}+cpu is on no index this installer sees: taking the default build, which on x86-64 brings\n"

@@ -7,7 +7,10 @@ Each process leads a process group, so that one component can be ended with all 
 - a process that exits is started again, after 1 s, 2 s, 4 s ... up to 30 s; during the first start an exit is final,
   and its last lines are the reason;
 - a worker the frontend no longer lists, though its process lives, is started again. Dynamo's file discovery deletes a
-  worker that was starved for its time to live (10 s), and the worker never registers a second time.
+  worker that was starved for its time to live (10 s), and the worker never registers a second time;
+- a frontend that stays silent, though its process lives, is started again.
+
+Processes run in the run's own directory.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,12 +34,14 @@ from pydantic import BaseModel
 
 from .errors import StackError
 from .profile import Process
-from .state import ComponentState, Run, RunState, end
+from .state import ComponentState, Run, RunState, boot, end, stat
 
 #: Seconds between two looks at the processes during the start; half as often later.
 TICK = 0.5
 #: A worker missing from the frontend's list for this many seconds is lost. Longer than the frontend needs to start.
 LOST_AFTER = 8.0
+#: A frontend that does not answer for this many seconds is lost. Longer than a starved machine keeps it waiting.
+SILENT_AFTER = 20.0
 #: Seconds a process gets to end by itself.
 GRACE = 8.0
 #: Longest pause before a restart, seconds.
@@ -72,7 +79,8 @@ class _Child:
         self.started = 0.0
         self.next_start = 0.0
         self.missing_since: float | None = None
-        self.listening: set[int] = set()
+        #: The port its requests come in at, once the frontend lists it.
+        self.port: int | None = None
 
     def start(self) -> None:
         environment = {**os.environ, **self.process.environment}
@@ -87,12 +95,13 @@ class _Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                cwd=self.log.parent.parent,
                 env=environment,
                 **own_group,
             )
         self.started = time.monotonic()
         self.missing_since = None
-        self.listening = set()
+        self.port = None
         self.state.pid = self.popen.pid
         self.state.instance = None
         self.state.state = "starting"
@@ -100,20 +109,23 @@ class _Child:
     def group(self) -> list[psutil.Process]:
         """Return the living processes of this component, also when its leader is dead."""
         found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if self.state.pid and os.getpgid(process.pid) == self.state.pid:
-                    found.append(process)
+        for pid in psutil.pids():
+            one = stat(pid)
+            if one is not None and one.group == self.state.pid:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found.append(psutil.Process(pid))
         return found
 
-    def listens_on(self, port: int) -> bool:
-        """Return whether a process of this component listens on a TCP port; asks the kernel only for a new port."""
-        if port not in self.listening:
+    def find(self, listed: dict[int, str]) -> str | None:
+        """Return this worker's instance among those listed by port; looks at its sockets until it is found once."""
+        if self.port not in listed:
+            self.port = None
             for process in self.group():
                 with contextlib.suppress(psutil.Error):
-                    connections = process.net_connections("tcp")
-                    self.listening |= {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
-        return port in self.listening
+                    for one in process.net_connections("tcp"):
+                        if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port in listed:
+                            self.port = one.laddr.port
+        return None if self.port is None else listed[self.port]
 
     def last_lines(self, count: int = 15) -> str:
         """Return the end of the log."""
@@ -130,10 +142,15 @@ class Launcher:
         self.run, self.plan = run, plan
         self.begun = time.monotonic()
         self.stopping = False
+        self.warming: threading.Thread | None = None
+        self.warmed: str | None = None
+        own = stat(os.getpid())
+        assert own is not None
         self.state = RunState(
             run_id=plan.run_id,
-            session=os.getsid(0),
-            started=psutil.Process().create_time(),
+            session=os.getpid(),
+            boot=boot(),
+            born=own.born,
             profile=plan.profile,
             model=plan.model,
             served_model_name=plan.served_model_name,
@@ -157,8 +174,9 @@ class Launcher:
             self._saved = text
 
     def say(self, text: str) -> None:
-        """Write one line to the launcher's log."""
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
+        """Write one line to the launcher's log; a full disk does not end the stack."""
+        with contextlib.suppress(OSError):
+            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """Signal handler: end the run at the next look."""
@@ -173,7 +191,7 @@ class Launcher:
                 for entry in answer.get("instances", [])
                 if entry["endpoint"] == "generate"
             }
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError):
             return None
 
     def look(self) -> None:
@@ -192,24 +210,26 @@ class Launcher:
                 how = f"was ended by signal {-status}" if status < 0 else f"exited with status {status}"
                 self.bring_back(child, f"{how} after {now - child.started:.0f} s")
                 continue
-            if child.process.worker is None:
+            worker = child.process.worker is not None
+            if not worker:
                 present = listed is not None
             elif listed is None:
                 continue
             else:
-                mine = [instance for port, instance in listed.items() if child.listens_on(port)]
-                present = bool(mine)
-                state.instance = mine[0] if mine else state.instance
+                instance = child.find(listed)
+                present = instance is not None
+                state.instance = instance or state.instance
             if present:
                 child.missing_since = None
                 if state.state != "ready":
                     state.state = "ready"
                     state.ready_after = round(now - child.started, 1)
                     self.say(f"{child.process.name}: ready after {state.ready_after} s")
-            elif state.state == "ready" and child.process.worker is not None:
+            elif state.state == "ready":
                 child.missing_since = child.missing_since or now
-                if now - child.missing_since > LOST_AFTER:
-                    self.bring_back(child, "lost its registration though its process lives")
+                if now - child.missing_since > (LOST_AFTER if worker else SILENT_AFTER):
+                    what = "lost its registration" if worker else f"was silent for {SILENT_AFTER:.0f} s"
+                    self.bring_back(child, f"{what} though its process lives")
             elif self.state.phase == "ready" and now - child.started > self.plan.ready_seconds:
                 self.bring_back(child, f"was not ready within {self.plan.ready_seconds} s")
 
@@ -244,8 +264,14 @@ class Launcher:
                     moved += metric(text, "vllm:nixl_bytes_transferred_sum")
         return descriptors, moved
 
-    def warm_up(self) -> str | None:
-        """Send one real request; say how it went once it is certain, or return `None` to be called again."""
+    def warm_up(self) -> None:
+        """Send one real request, in a thread of its own; leave in `warmed` how it went, if it went all the way."""
+        try:
+            self.warmed = self._warm_up()
+        except (httpx.HTTPError, ValueError, LookupError, TypeError, AttributeError) as error:
+            self.say(f"warm-up: {error!r}")
+
+    def _warm_up(self) -> str | None:
         body = {
             "model": self.plan.served_model_name,
             "messages": [{"role": "user", "content": "Write a haiku about KV caches."}],
@@ -255,11 +281,7 @@ class Launcher:
         }
         before = self.transferred()
         began = time.monotonic()
-        try:
-            answer = self.http.post("/v1/chat/completions", json=body, timeout=60.0)
-        except httpx.HTTPError as error:
-            self.say(f"warm-up: {error!r}")
-            return None
+        answer = self.http.post("/v1/chat/completions", json=body, timeout=60.0)
         if answer.status_code != 200:
             self.say(f"warm-up: {answer.status_code} {answer.text[:300]}")
             return None
@@ -290,32 +312,37 @@ class Launcher:
         self.save()
         try:
             while not self.stopping:
-                self.look()
-                self.save()
-                if self.state.phase == "starting":
-                    self.advance()
+                try:
+                    self.look()
+                    self.save()
+                    if self.state.phase == "starting":
+                        self.advance()
+                except OSError as error:  # no disk, no memory, no process to be had: try again at the next look
+                    self.say(f"launcher: {error}")
                 time.sleep(TICK if self.state.phase == "starting" else 2 * TICK)
             self.state.phase = "stopped"
-        except StackError as error:
-            self.say(str(error))
-            self.state.phase, self.state.reason = "failed", str(error)
+        except Exception as error:
+            self.say(str(error) if isinstance(error, StackError) else traceback.format_exc())
+            self.state.phase, self.state.reason = "failed", str(error) or repr(error)
         finally:
             self.end_all()
-            self.save()
+            with contextlib.suppress(OSError):
+                self.save()
         return 0 if self.state.phase == "stopped" else 1
 
     def advance(self) -> None:
         """Warm up once everything is ready; fail when the start takes too long."""
         waited = time.monotonic() - self.begun
         late = [child for child in self.children if child.state.state != "ready"]
-        if not late:
-            said = self.warm_up()
-            if said is not None:
-                self.state.warm_up = said
-                self.state.ready_after = round(time.monotonic() - self.begun, 1)
-                self.state.phase = "ready"
-                self.say(f"ready after {self.state.ready_after} s; warm-up {said}")
-                return
+        if self.warmed is not None:
+            self.state.warm_up = self.warmed
+            self.state.ready_after = round(waited, 1)
+            self.state.phase = "ready"
+            self.say(f"ready after {self.state.ready_after} s; warm-up {self.warmed}")
+            return
+        if not late and (self.warming is None or not self.warming.is_alive()):
+            self.warming = threading.Thread(target=self.warm_up, daemon=True)
+            self.warming.start()
         if waited > self.plan.ready_seconds:
             what = ", ".join(child.process.name for child in late) or "the warm-up request"
             tails = "\n".join(f"{child.process.name}, last lines:\n{child.last_lines()}" for child in late)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -21,38 +22,39 @@ class _Tail:
     """Yields the whole lines added to a file since it was asked last."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.offset, self.rest = path, 0, b""
+        self.path, self.file, self.offset, self.rest = path, 0, 0, b""
 
-    def lines(self) -> list[str]:
+    def lines(self, last: bool) -> list[str]:
+        """Return the new lines; with `last` also one that has no end yet."""
         try:
             with self.path.open("rb") as file:
-                if self.path.stat().st_size < self.offset:  # a new run began
-                    self.offset, self.rest = 0, b""
+                found = os.fstat(file.fileno())
+                if found.st_ino != self.file or found.st_size < self.offset:  # a new run began
+                    self.file, self.offset, self.rest = found.st_ino, 0, b""
                 file.seek(self.offset)
                 data = file.read()
         except FileNotFoundError:
             return []
         self.offset += len(data)
         *whole, self.rest = (self.rest + data).split(b"\n")
+        if last and self.rest:
+            whole.append(self.rest)
         return [line.decode(errors="replace") for line in whole]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the logs, each line behind its component's name when there are several."""
+    """Print the logs, each line behind its component's name unless one was asked for."""
     place = Run()
-    paths = sorted(place.logs.glob("*.log"))
-    if args.component is not None:
-        known = [path.stem for path in paths]
-        if args.component not in known:
-            raise StackError(f"no component called {args.component!r}; there are: {', '.join(known) or 'none yet'}")
-        paths = [place.logs / f"{args.component}.log"]
-    if not paths:
+    known = [path.stem for path in sorted(place.logs.glob("*.log"))]
+    if not known:
         raise StackError("no logs yet: serving-stack up")
-    tails = [_Tail(path) for path in paths]
+    if args.component is not None and args.component not in known:
+        raise StackError(f"no component called {args.component!r}; there are: {', '.join(known)}")
+    tails: dict[Path, _Tail] = {}
     while True:
-        for tail in tails:
-            prefix = f"{tail.path.stem:12} " if len(tails) > 1 else ""
-            for line in tail.lines():
+        for path in sorted(place.logs.glob(f"{args.component or '*'}.log")):
+            prefix = f"{path.stem:12} " if args.component is None else ""
+            for line in tails.setdefault(path, _Tail(path)).lines(last=not args.follow):
                 print(prefix + line, flush=args.follow)
         if not args.follow:
             return 0

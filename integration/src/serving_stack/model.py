@@ -12,8 +12,8 @@ text that ships with this package. Three properties make it useful in tests:
   may follow it, and the row of a token in the output matrix is its code. What may come next is therefore decided far
   above the noise of bfloat16; which of the few comes next is decided by everything in the context, through all
   attention and expert layers. Experts are chosen by dimensions of the residual stream that no layer writes to (the
-  expert ranking of a token is part of its embedding), so that rounding cannot send a token to another expert. `SEED`
-  was searched so that the prompts of :func:`prompt_tokens` have no close call.
+  expert ranking of a token is part of its embedding), so that rounding cannot send a token to another expert. The
+  prompts of :func:`prompt_tokens` were searched for answers without a close call.
 * **An answer that depends on the cache.** Attention heads are moderately peaked and their output is as large as the
   embedding: one changed block of keys and values changes the answer.
 """
@@ -44,7 +44,7 @@ __all__ = ["ADDED_TOKENS", "CHAT_TEMPLATE", "FORMAT", "SEED", "prompt_tokens", "
 
 #: Version of what `write_model` writes; part of the marker file, raised with every change of the bytes.
 FORMAT = 1
-#: Chosen by search: the prompts of `prompt_tokens` with the lengths that the tests use have no close call.
+#: Names the weights among all that could be drawn.
 SEED = 0
 #: Tokens that may follow a token.
 SUCCESSORS = 6
@@ -294,11 +294,28 @@ def _corpus_tokens() -> tuple[int, ...]:
     return tuple(text_tokenizer().encode(_corpus(), add_special_tokens=False).ids)
 
 
+#: Prompt length -> where it starts in the shipped text. Found by search: in the 24 tokens that answer these prompts no
+#: step is a close call, and a block of the cache that is exchanged for another changes the answer.
+_STARTS = {
+    1: 10903,
+    31: 3538,
+    32: 11597,
+    33: 10916,
+    127: 6628,
+    128: 11519,
+    129: 622,
+    1000: 8142,
+    6000: 9894,
+}
+
+
 def prompt_tokens(length: int) -> list[int]:
     """Return a prompt of `length` tokens cut from the shipped text, the same at every call.
 
     Prompts of different lengths start at different places of the text, so that none is a prefix of another and a
-    prefix cache that holds one does not shorten another. `SEED` was searched for the lengths that the tests use.
+    prefix cache that holds one does not shorten another. With the lengths 1, 31 to 33, 127 to 129, 1000 and 6000 the
+    24 tokens of the greedy answer were chosen to be beyond the reach of rounding errors; with other lengths one step
+    in ten or so is not.
 
     Raises:
         ValueError: when `length` is not positive.
@@ -306,7 +323,7 @@ def prompt_tokens(length: int) -> list[int]:
     if length < 1:
         raise ValueError(f"a prompt has at least one token, not {length}")
     tokens = _corpus_tokens()
-    start = length * 4099 % len(tokens)
+    start = _STARTS.get(length, length * 4099 % len(tokens))
     repeats = (start + length) // len(tokens) + 1
     return list((tokens * repeats)[start : start + length])
 
@@ -603,7 +620,7 @@ def write_model(directory: Path, *, seed: int = SEED) -> Path:
 
     Args:
         directory: Where the model goes: missing, empty, or written by this function before.
-        seed: Draws another model of the same shape; only `SEED` has the properties that the tests assert.
+        seed: Draws another model of the same shape; only `SEED` was tested.
 
     Raises:
         StackError: when `directory` is a file, holds something that this function did not write, or cannot be

@@ -20,6 +20,7 @@ each name in `ports`   a free TCP port, chosen when the stack starts and kept ov
 from __future__ import annotations
 
 import json
+import re
 import string
 from importlib import resources
 from pathlib import Path
@@ -32,6 +33,11 @@ from .errors import StackError
 
 #: What a flag or an environment variable may hold in a profile.
 Value = bool | int | float | str | dict[str, Any] | list[Any]
+
+#: The most processes of one component.
+MOST = 64
+#: Placeholders that every profile knows.
+PLACEHOLDERS = frozenset({"port", "model", "served_model_name", "run_dir", "index"})
 
 _Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
 
@@ -52,7 +58,7 @@ class Component(_Strict):
     #: Names of free TCP ports this component needs.
     ports: list[_Name] = []
     #: How many processes of it.
-    count: Annotated[int, Field(ge=1, le=64)] = 1
+    count: Annotated[int, Field(ge=1, le=MOST)] = 1
     #: Set for an engine that registers with the frontend: it is watched there, and the warm-up must reach it.
     worker: Literal["prefill", "decode", "aggregated"] | None = None
 
@@ -124,6 +130,13 @@ def load(name_or_file: str) -> Profile:
         raise StackError(f"profile {name_or_file}: {faults}") from error
     if "frontend" not in profile.components:
         raise StackError(f"profile {name_or_file}: components: one must be called 'frontend'")
+    for kind, component in profile.components.items():
+        if kind == "launcher" or re.search(r"-\d+$", kind):
+            raise StackError(f"profile {name_or_file}: components.{kind}: the launcher gives such names itself")
+        taken = PLACEHOLDERS & set(component.ports)
+        if taken or len(set(component.ports)) < len(component.ports):
+            names = ", ".join(sorted(taken)) or "a name stands twice"
+            raise StackError(f"profile {name_or_file}: components.{kind}.ports: not free to take: {names}")
     return profile
 
 
@@ -131,7 +144,7 @@ def with_counts(profile: Profile, counts: dict[str, int | None]) -> Profile:
     """Return the profile with some components' `count` replaced; `None` leaves one as it is.
 
     Raises:
-        StackError: the profile has no such component, or the count is below 1.
+        StackError: the profile has no such component, or the count is not between 1 and `MOST`.
     """
     components = dict(profile.components)
     for name, count in counts.items():
@@ -139,8 +152,8 @@ def with_counts(profile: Profile, counts: dict[str, int | None]) -> Profile:
             continue
         if name not in components:
             raise StackError(f"--{name} {count}: this profile has no component called {name!r}")
-        if count < 1:
-            raise StackError(f"--{name} {count}: at least 1")
+        if not 1 <= count <= MOST:
+            raise StackError(f"--{name} {count}: between 1 and {MOST}")
         components[name] = components[name].model_copy(update={"count": count})
     return profile.model_copy(update={"components": components})
 

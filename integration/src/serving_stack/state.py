@@ -2,8 +2,12 @@
 """A run's directory: who owns it, what it says of itself, and which processes belong to it.
 
 The launcher is the leader of a Unix session of its own, and nothing below it starts another: so its session id names
-every process of the run, however many generations down, also after the launcher was killed. A lock that the kernel
-drops with its owner says whether a launcher is alive. The state file is replaced, never written in place.
+every process of the run, however many generations down, also after the launcher was killed. Session ids are given out
+again, so a process counts only if the rest fits too: same boot, born after the launcher (in the kernel's ticks, which
+no clock change moves), no other living leader, and our mark in its environment where that can still be read.
+
+A lock that the kernel drops with its owner says whether a launcher is alive. The state file is replaced, never written
+in place.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 from pydantic import BaseModel, ValidationError
@@ -24,6 +28,8 @@ from .errors import StackError
 
 #: Overrides where runs and generated models live.
 HOME_VARIABLE = "SERVING_STACK_HOME"
+#: Holds the run's id in the environment of each of its processes.
+MARK = "SERVING_STACK_RUN"
 
 
 def home() -> Path:
@@ -55,13 +61,16 @@ class RunState(BaseModel):
     """The state file `state.json`, written by the launcher alone."""
 
     run_id: str
+    #: The launcher's process id, which is its session's id.
     session: int
-    started: float
+    #: The boot it runs in, and the launcher's birth in ticks since that boot.
+    boot: str
+    born: int
     profile: str
     model: str
     served_model_name: str
     port: int
-    phase: Literal["starting", "warming up", "ready", "failed", "stopped"] = "starting"
+    phase: Literal["starting", "ready", "failed", "stopped"] = "starting"
     #: Why the phase is `failed`.
     reason: str | None = None
     #: Seconds from the launcher's start to the warm-up's answer.
@@ -92,15 +101,19 @@ class Run:
         Raises:
             StackError: another launcher holds it.
         """
-        self.logs.mkdir(parents=True, exist_ok=True)
-        with self._lock.open("w") as file:
-            for left in wait_until(time.monotonic() + 1.0):  # `launcher_alive` holds it for an instant
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError as error:
-                    if left < 0.3:
-                        raise StackError(f"a stack already runs from {self.directory}: serving-stack down") from error
+        # `launcher_alive` holds it for an instant, hence the patience.
+        with _locked(self._lock, f"a stack already runs from {self.directory}: serving-stack down", patience=1.0):
+            self.logs.mkdir(parents=True, exist_ok=True)
+            yield
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Hold the lock of `serving-stack up`, from its first look to its last.
+
+        Raises:
+            StackError: another one is at work.
+        """
+        with _locked(self.directory / "up.lock", f"another `serving-stack up` is at work in {self.directory}"):
             yield
 
     def launcher_alive(self) -> bool:
@@ -125,42 +138,120 @@ class Run:
         except FileNotFoundError:
             return None
         except (ValidationError, UnicodeDecodeError) as error:
+            if not self.launcher_alive():  # what a power failure left
+                return None
             raise StackError(f"{self._state} is not a state file of this version: remove it") from error
 
     def write(self, state: RunState) -> None:
         """Replace the state file."""
         fresh = self._state.with_suffix(".new")
-        fresh.write_text(state.model_dump_json(indent=1), encoding="utf-8")
+        with fresh.open("w", encoding="utf-8") as file:
+            file.write(state.model_dump_json(indent=1))
+            file.flush()
+            os.fsync(file.fileno())
         fresh.replace(self._state)
 
     def members(self, state: RunState) -> list[psutil.Process]:
-        """Return every living process of the run, in no order, the launcher included.
-
-        A session id cannot be given out again while one process holds it; when all are gone it can, so only processes
-        born after the run started count.
-        """
+        """Return every living process of the run, in no order, the launcher included."""
+        if state.boot != boot():
+            return []
+        leader = stat(state.session)
+        if leader is not None and leader.born != state.born:
+            return []  # the launcher is dead and gone, and another session has its id
         found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
-                if (
-                    os.getsid(process.pid) == state.session
-                    and process.status() != psutil.STATUS_ZOMBIE
-                    and process.create_time() >= state.started - 2
-                ):
-                    found.append(process)
+        for pid in psutil.pids():
+            one = stat(pid)
+            if (
+                one is None
+                or one.session != state.session
+                or one.born < state.born
+                or _marked(pid)
+                not in {
+                    None,
+                    state.run_id,
+                }
+            ):
+                continue
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(psutil.Process(pid))
         return found
 
 
+class Stat(NamedTuple):
+    """What the kernel says of a living process: its group, its session, its birth in ticks since boot."""
+
+    group: int
+    session: int
+    born: int
+
+
+def stat(pid: int) -> Stat | None:
+    """Read /proc/PID/stat; `None` for a process that is gone, or dead and not yet reaped by its parent."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    if fields[0] in {"Z", "X"}:
+        return None
+    return Stat(group=int(fields[2]), session=int(fields[3]), born=int(fields[19]))
+
+
+def boot() -> str:
+    """Return the id of the system's present boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _marked(pid: int) -> str | None:
+    """Return the run a process says it belongs to, "" if it names none, `None` if its environment cannot be read.
+
+    vLLM's processes set a title, and that overwrites the memory /proc/PID/environ shows.
+    """
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    if not any(b"=" in entry for entry in entries):
+        return None
+    mark = f"{MARK}=".encode()
+    return next((entry[len(mark) :].decode() for entry in entries if entry.startswith(mark)), "")
+
+
+@contextlib.contextmanager
+def _locked(path: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + patience
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    raise StackError(refusal) from error
+                time.sleep(0.1)
+        yield
+
+
+def gone(processes: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """Wait until processes are gone, or dead and left unreaped by a parent; return those that live after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        alive = [process for process in processes if process.is_running() and stat(process.pid) is not None]
+        if not alive or time.monotonic() >= deadline:
+            return alive
+        time.sleep(0.05)
+
+
 def end(processes: list[psutil.Process], grace: float) -> None:
-    """End processes: ask, wait `grace` seconds, then kill. Returns when all are gone (or are zombies of others)."""
+    """End processes: ask, wait `grace` seconds, then kill. Returns when none of them lives."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=grace)
+    alive = gone(processes, grace)
     for process in alive:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(alive, timeout=10)
+    gone(alive, 10)
 
 
 def listener(port: int) -> str | None:
@@ -183,6 +274,12 @@ def listener(port: int) -> str | None:
     return "another user's process"
 
 
+def check_port(port: int) -> None:
+    """Refuse a port the API cannot take: privileged, or with no room above it for the workers' own."""
+    if not 1024 <= port <= 65000:
+        raise StackError(f"--port {port}: between 1024 and 65000")
+
+
 def free_ports(count: int, above: int) -> list[int]:
     """Return `count` TCP ports above `above` that nothing listens on.
 
@@ -202,10 +299,3 @@ def free_ports(count: int, above: int) -> list[int]:
                 probe.bind(("", port))
                 found.append(port)
     raise StackError(f"only {len(found)} of {count} TCP ports above {above} are free")
-
-
-def wait_until(deadline: float, pause: float = 0.2) -> Iterator[float]:
-    """Yield the time left until a `time.monotonic()` deadline, pausing in between; stops when it is over."""
-    while (left := deadline - time.monotonic()) > 0:
-        yield left
-        time.sleep(pause)

@@ -19,7 +19,7 @@ from . import profile as profiles
 from .down import take_down
 from .errors import StackError
 from .launcher import GRACE, Plan
-from .state import ComponentState, Run, RunState, free_ports, home, listener
+from .state import HOME_VARIABLE, MARK, ComponentState, Run, RunState, check_port, free_ports, home, listener
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +45,7 @@ def _model(given: str | None) -> Path:
 
 
 def _plan(args: argparse.Namespace, run: Run) -> Plan:
-    if not 1024 <= args.port <= 65000:
-        raise StackError(f"--port {args.port}: between 1024 and 65000")
+    check_port(args.port)
     profile = profiles.with_counts(profiles.load(args.profile), {"prefill": args.prefill, "decode": args.decode})
     if profile.requires_patches:
         from .patches import missing
@@ -91,7 +90,8 @@ def _launch(run: Run, plan: Plan) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=dict(os.environ),
+            cwd=run.directory,  # `python -m` puts it first on the path: no file of the user's shadows a module
+            env={**os.environ, HOME_VARIABLE: str(run.directory.parent), MARK: plan.run_id},
         )
     assert launcher.stdin is not None
     launcher.stdin.write(json.dumps(plan.model_dump()).encode())
@@ -133,9 +133,7 @@ def _follow(run: Run, plan: Plan, launcher: subprocess.Popen[bytes]) -> RunState
         time.sleep(0.2)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Start the stack; print the base URL and a curl to paste."""
-    place = Run()
+def _start(args: argparse.Namespace, place: Run) -> RunState:
     if place.launcher_alive():
         state = place.read()
         at = f" at {state.base_url}" if state else ""
@@ -146,15 +144,24 @@ def run(args: argparse.Namespace) -> int:
         print(f"ended {ended} processes that a launcher left behind when it was killed")
     launcher = _launch(place, plan)
     try:
-        state = _follow(place, plan, launcher)
+        return _follow(place, plan, launcher)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             print("interrupted: ending every process", file=sys.stderr)
         launcher.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             launcher.wait(2 * GRACE + 10)
-        take_down(place)
+        state = place.read()
+        if state is not None and state.run_id == plan.run_id:
+            take_down(place, ask=False)
         raise
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the stack; print the base URL and a curl to paste."""
+    place = Run()
+    with place.starting():
+        state = _start(args, place)
     body = json.dumps(
         {"model": state.served_model_name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
     )
