@@ -204,13 +204,13 @@ def boot() -> str:
 def _marked(pid: int) -> str | None:
     """Return the run a process says it belongs to, "" if it names none, `None` if its environment cannot be read.
 
-    vLLM's processes set a title, and that overwrites the memory /proc/PID/environ shows.
+    vLLM's processes set a title, and that overwrites the memory /proc/PID/environ shows, from its beginning.
     """
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    if not any(b"=" in entry for entry in entries):
+    if b"=" not in entries[0]:
         return None
     mark = f"{MARK}=".encode()
     return next((entry[len(mark) :].decode() for entry in entries if entry.startswith(mark)), "")
