@@ -24,7 +24,14 @@ PYTHONS = nox.project.python_versions(PROJECT)
 #: What the tests of every package need beside the package.
 TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "uv>=0.5", "markdown-it-py>=3", "jinja2>=3"]
 #: The tests that need no torch. Dynamo's own frontend and mock engines are in the environment too.
-LIGHT_TESTS = ["packages", "integration/tests", "tests/support", "tests/docs", "--ignore=integration/tests/patches"]
+LIGHT_TESTS = [
+    "packages",
+    "integration/tests",
+    "tests/plugins",
+    "tests/support",
+    "tests/docs",
+    "--ignore=integration/tests/patches",
+]
 #: The pinned engines, shared by every session that needs them: about 4 GB.
 STACK = ".nox/stack"
 
