@@ -78,7 +78,8 @@ def test_killed_worker_comes_back(stack: Stack, victim: str) -> None:
     before = stack.state.components[victim]
     assert before.pid is not None
     if victim == "prefill":
-        request = InFlight(stack, prompt_tokens(6000), max_tokens=400)
+        unseen = prompt_tokens(6000)[::-1]  # nothing of it is cached, so that it takes a while
+        request = InFlight(stack, unseen, max_tokens=400)
         time.sleep(0.5)
         assert request.thread.is_alive()
         assert request.tokens == 0, "the prompt is no longer being computed"
