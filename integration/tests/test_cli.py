@@ -234,6 +234,14 @@ def test_model_directory_must_hold_a_model(tmp_path: Path) -> None:
         up._model(str(tmp_path))
 
 
+def test_model_is_named_by_its_folder_however_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "glm" / "inner"
+    folder.mkdir(parents=True)
+    (tmp_path / "glm" / "config.json").write_text("{}")
+    monkeypatch.chdir(folder)
+    assert up._model("..").name == "glm"
+
+
 def test_metric_sums_samples_of_exactly_that_name() -> None:
     text = '# HELP a x\na_total 9\na{w="1"} 2.5\na{w="2"} 1e1\nab 7\n'
     assert metric(text, "a") == 12.5

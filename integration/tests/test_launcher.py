@@ -265,6 +265,20 @@ def test_component_that_fails_to_start_is_named_with_its_last_lines(stack: Stack
     assert _alive(stack) == []
 
 
+def test_launcher_that_dies_at_once_is_no_silence(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that cannot even be imported: the reason is printed, though it never read its plan."""
+    broken = stack.home.parent / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(
+        "import sys\nif 'serving_stack.launcher' in sys.orig_argv: sys.exit('no launcher today')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(broken))
+    refused = stack.up(check=False)
+    assert refused.returncode == 1
+    assert "the launcher ended with status 1" in refused.stderr
+    assert "no launcher today" in refused.stderr
+
+
 def test_logs_of_one_component_and_of_all(stack: Stack) -> None:
     stack.up()
     one = stack.command("logs", "decode").stdout

@@ -21,11 +21,11 @@ from . import profile as profiles
 from .install import differences, lock
 from .state import Run, check_port, free_ports, home, listener
 
-#: Resident memory of one vLLM CPU worker, bytes: three processes, the tiny model, a cache of 1 GiB; 3.6 GB measured.
+#: Resident memory set aside for one vLLM CPU worker, bytes: three processes, the tiny model, a cache of 1 GiB.
 WORKER_BYTES = 4 << 30
 #: The same for a frontend or a mock engine.
 LIGHT_BYTES = 300 << 20
-#: Disk the pinned engines take, bytes: 4.0 GB measured with torch's CPU build.
+#: Disk set aside for the pinned engines, bytes; docs/install.md has what they take.
 ENGINE_BYTES = 5 << 30
 
 

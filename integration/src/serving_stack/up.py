@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import json
 import os
-import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def _model(given: str | None) -> Path:
         from .model import write_model
 
         return write_model(home() / "models" / "glm-tiny")
-    path = Path(given).absolute()
+    path = Path(os.path.abspath(given))  # its last part names the model, so ".." must go
     if not (path / "config.json").is_file():
         raise StackError(f"--model {given}: no config.json there")
     return path
@@ -94,8 +94,9 @@ def _launch(run: Run, plan: Plan) -> subprocess.Popen[bytes]:
             env={**os.environ, HOME_VARIABLE: str(run.directory.parent), MARK: plan.run_id},
         )
     assert launcher.stdin is not None
-    launcher.stdin.write(json.dumps(plan.model_dump()).encode())
-    launcher.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # it died at once: whoever follows it says why
+        launcher.stdin.write(json.dumps(plan.model_dump()).encode())
+        launcher.stdin.close()
     return launcher
 
 
@@ -165,8 +166,7 @@ def run(args: argparse.Namespace) -> int:
     body = json.dumps(
         {"model": state.served_model_name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
     )
-    body = re.sub(r"'", r"'\\''", body)
     print(f"\nready after {state.ready_after} s: {state.base_url} serves {state.served_model_name!r}\n")
-    print(f"curl {state.base_url}/chat/completions -H 'content-type: application/json' -d '{body}'")
+    print(f"curl {state.base_url}/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}")
     print('\nserving-stack chat "Hello" | status | logs -f | down')
     return 0
