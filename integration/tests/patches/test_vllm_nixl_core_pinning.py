@@ -1,35 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm/nixl-cpu-respect-nobind`, in the environment of the engines: needs vLLM's CPU build.
+"""`vllm/nixl-cpu-respect-nobind`: needs vLLM's CPU build.
 
-The environment is only read. The module is imported from a copy, as published or as patched, and the connector's own
-constructor runs up to the line below the pinning; then the kernel is asked which cores the process may use.
+The connector's own constructor runs up to the line below the pinning; then the kernel is asked which cores the process
+may use.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from serving_stack.patches import contents, load_all
+PATCH = "vllm/nixl-cpu-respect-nobind"
 
-MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker"
-
-CONSTRUCT = f"""
-import importlib, importlib.abc, importlib.util, json, os, sys
+CONSTRUCT = """
+import json, os
 from unittest import mock
+import vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker as module
 
-class Overlay(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        return importlib.util.spec_from_file_location(name, sys.argv[1]) if name == {MODULE!r} else None
-
-sys.meta_path.insert(0, Overlay())
-module = importlib.import_module({MODULE!r})
-assert module.__file__ == sys.argv[1]
 platform = module.current_platform
 assert platform.device_type == "cpu", platform
 
@@ -68,42 +59,45 @@ def construct(bind):
             raise AssertionError("the constructor no longer asks for the memory type below the pinning")
     allowed = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores)
-    return {{"allowed": allowed, "pinned": [list(call.args[1]) for call in set_affinity.mock_calls]}}
+    return {"allowed": allowed, "pinned": [list(call.args[1]) for call in set_affinity.mock_calls]}
 
-found = {{bind: construct(bind) for bind in ("nobind", "unset", "auto", "0")}}
-print(json.dumps({{"cores": cores, **found}}))
+found = {bind: construct(bind) for bind in ("nobind", "unset", "auto", "0")}
+print(json.dumps({"cores": cores, **found}))
 """
 
 
+def construct(python: Callable[..., subprocess.CompletedProcess[str]], script: str) -> dict[str, Any]:
+    """Return what the connector does, by value of VLLM_CPU_OMP_THREADS_BIND, and the cores that there are."""
+    done = python(script)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the published and the patched module do, by value of VLLM_CPU_OMP_THREADS_BIND."""
-    (patch,) = (patch for patch in load_all() if patch.name == "vllm/nixl-cpu-respect-nobind")
-    module = contents(patch)[MODULE.replace(".", "/") + ".py"]
-    result = {}
-    for name, content in (("published", module.before), ("patched", module.after)):
-        file = tmp_path_factory.mktemp(name) / "base_worker.py"
-        file.write_bytes(content)
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", CONSTRUCT, str(file)], env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        result[name] = json.loads(done.stdout.splitlines()[-1])
-    return result
+def as_published(python: Callable[..., subprocess.CompletedProcess[str]], published: str) -> dict[str, Any]:
+    return construct(python, published + CONSTRUCT)
 
 
-def test_published_connector_pins_under_nobind(found: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def as_installed(python: Callable[..., subprocess.CompletedProcess[str]]) -> dict[str, Any]:
+    return construct(python, CONSTRUCT)
+
+
+def test_published_connector_pins_under_nobind(as_published: dict[str, Any]) -> None:
     """When this fails, upstream has been cured and the patch can go."""
-    last = found["published"]["cores"][-1:]
-    assert found["published"]["nobind"] == {"allowed": last, "pinned": [last]}
+    last = as_published["cores"][-1:]
+    assert as_published["nobind"] == {"allowed": last, "pinned": [last]}
 
 
-def test_patched_connector_leaves_the_affinity_alone_under_nobind(found: dict[str, Any]) -> None:
-    assert found["patched"]["nobind"] == {"allowed": found["patched"]["cores"], "pinned": []}
+@pytest.mark.installed
+def test_installed_connector_leaves_the_affinity_alone_under_nobind(as_installed: dict[str, Any]) -> None:
+    assert as_installed["nobind"] == {"allowed": as_installed["cores"], "pinned": []}
 
 
 @pytest.mark.parametrize("bind", ["unset", "auto", "0"])
-def test_patched_connector_pins_as_published_otherwise(found: dict[str, Any], bind: str) -> None:
-    last = found["patched"]["cores"][-1:]
-    assert found["patched"][bind] == found["published"][bind] == {"allowed": last, "pinned": [last]}
+def test_installed_connector_pins_as_published_otherwise(
+    as_installed: dict[str, Any], as_published: dict[str, Any], bind: str
+) -> None:
+    last = as_installed["cores"][-1:]
+    assert as_installed[bind] == as_published[bind] == {"allowed": last, "pinned": [last]}
