@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patch carrier, on throw-away distributions: no upstream and no network is needed."""
