@@ -124,9 +124,23 @@ def _of(profile: profiles.Profile, prefill: int) -> list[doctor.Finding]:
 
 
 def test_doctor_names_a_missing_system_library_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    monkeypatch.setattr(doctor, "_loads", lambda soname: soname not in {"libnuma.so.1", "libibverbs.so.1"})
     found = _only("cpu", "library libnuma")
     assert (found.verdict, found.cure) == ("FAIL", "apt-get install libnuma1")
+
+
+def test_doctor_says_what_the_second_tier_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr(doctor, "_loads", lambda soname: soname != "libibverbs.so.1")
+    found = _only("cpu", "second cache tier")
+    assert (found.verdict, found.cure) == ("warn", "apt-get install libibverbs1")
+    assert "libibverbs.so.1 not found" in found.what
+    monkeypatch.setattr(doctor, "_loads", lambda soname: True)
+    assert _only("cpu", "second cache tier").verdict == "ok"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = _only("cpu", "second cache tier")
+    assert (found.verdict, found.cure) == ("warn", "serving-stack install --profile cpu")
+    assert not [what for what in _findings("cpu-agg") if what.startswith("second cache tier")]
 
 
 def test_doctor_names_who_holds_the_port() -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -263,6 +264,74 @@ def test_component_that_fails_to_start_is_named_with_its_last_lines(stack: Stack
     assert "frontend exited with status 2" in refused.stderr
     assert "no-such-flag" in refused.stderr
     assert _alive(stack) == []
+
+
+STORE = """\
+import os, socket, time
+time.sleep(1.5)
+listener = socket.create_server(("127.0.0.1", int(os.environ["STORE_PORT"])))
+print("open", flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that Python looks for modules in."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def _with_store(stack: Stack, folder: Path, **overlay: Any) -> None:
+    """Give the stack a profile whose tier is a process that opens its port after a while, before the prefill worker."""
+    (folder / "slow_store.py").write_text(STORE)
+    profile = yaml.safe_load((resources.files("serving_stack") / "profiles" / "mocker.yaml").read_text())
+    store = {
+        "module": "slow_store",
+        "ports": ["store_port"],
+        "environment": {"STORE_PORT": "${store_port}"},
+    }
+    profile["mooncake"] = {"components": {"store": store, "prefill": {"after": ["store"]}}, **overlay}
+    (folder / "p.yaml").write_text(yaml.safe_dump(profile, sort_keys=False))
+    stack.profile = str(folder / "p.yaml")
+
+
+def test_component_starts_after_what_it_needs(stack: Stack, modules: Path) -> None:
+    _with_store(stack, modules, files={"s.json": {"at": "${store.store_port}"}})
+    stack.up()
+    port = stack.state.components["store"].ports["store_port"]
+    assert json.loads((stack.run.directory / "files" / "s.json").read_text()) == {"at": str(port)}
+    said = stack.command("logs", "launcher").stdout.splitlines()
+    order = [next(i for i, line in enumerate(said) if mark in line) for mark in ("store: ready", "prefill: starting")]
+    assert order == sorted(order)
+    # Both die: the worker comes back when its store has.
+    victims = [stack.state.components[name].pid for name in ("store", "prefill")]
+    for pid in victims:
+        os.kill(pid or 0, signal.SIGKILL)
+    until(lambda: all(stack.state.components[name].restarts == 1 for name in ("store", "prefill")), 30, "it is noticed")
+    until(stack.ready, 60, "both are back")
+    said = stack.command("logs", "launcher").stdout.splitlines()
+    ready = max(i for i, line in enumerate(said) if "store: ready" in line)
+    assert ready < max(i for i, line in enumerate(said) if "prefill: starting" in line)
+
+
+def test_no_mooncake_leaves_the_tier_out(stack: Stack, modules: Path) -> None:
+    _with_store(stack, modules)
+    stack.up("--no-mooncake")
+    assert sorted(stack.state.components) == ["decode", "frontend", "prefill"]
+
+
+def test_up_goes_on_without_a_tier_that_cannot_be(stack: Stack, modules: Path) -> None:
+    _with_store(stack, modules, libraries={"libnowhere.so.7": "libnowhere7"})
+    said = stack.up().stdout
+    assert "no second cache tier (Mooncake): libnowhere.so.7 not found. Cure: apt-get install libnowhere7" in said
+    assert sorted(stack.state.components) == ["decode", "frontend", "prefill"]
+
+
+def test_no_mooncake_where_there_is_none_is_refused(stack: Stack) -> None:
+    refused = stack.up("--no-mooncake", check=False)
+    assert refused.returncode == 1
+    assert "--no-mooncake: profile mocker has no Mooncake tier" in refused.stderr
 
 
 def test_launcher_that_dies_at_once_is_no_silence(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,20 +29,26 @@ def _file(folder: Path, text: str) -> str:
     return str(path)
 
 
-def _render(profile: profiles.Profile) -> list[profiles.Process]:
+def _rendered(profile: profiles.Profile) -> profiles.Rendered:
     return profiles.render(profile, NAMES, list(range(9000, 9000 + profiles.port_count(profile))))
+
+
+def _render(profile: profiles.Profile) -> list[profiles.Process]:
+    return _rendered(profile).processes
 
 
 @pytest.mark.parametrize("name", profiles.shipped())
 def test_shipped_profiles_load_and_render(name: str) -> None:
-    processes = _render(profiles.load(name))
-    assert "frontend" in [process.name for process in processes]
-    for process in processes:
-        assert not [word for word in process.args if "${" in word]
-        assert not [value for value in process.environment.values() if "${" in value]
+    for profile in (profiles.load(name), profiles.with_mooncake(profiles.load(name))):
+        rendered = _rendered(profile)
+        assert "frontend" in [process.name for process in rendered.processes]
+        assert not [text for text in rendered.files.values() if "${" in text]
+        for process in rendered.processes:
+            assert not [word for word in process.args if "${" in word]
+            assert not [value for value in process.environment.values() if "${" in value]
 
 
-def test_cpu_profile_is_prefill_and_decode_over_nixl() -> None:
+def test_cpu_profile_without_mooncake_is_prefill_and_decode_over_nixl() -> None:
     processes = {process.name: process for process in _render(profiles.load("cpu"))}
     assert sorted(processes) == ["decode", "frontend", "prefill"]
     assert processes["frontend"].args[processes["frontend"].args.index("--router-mode") + 1] == "kv"
@@ -52,6 +58,60 @@ def test_cpu_profile_is_prefill_and_decode_over_nixl() -> None:
         assert transfer == {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": "cpu"}
     ports = [port for process in processes.values() for port in process.ports.values()]
     assert len(ports) == len(set(ports)) == 6
+
+
+def test_cpu_profile_with_mooncake_keeps_nixl_and_adds_the_store() -> None:
+    rendered = _rendered(profiles.with_mooncake(profiles.load("cpu")))
+    processes = {process.name: process for process in rendered.processes}
+    assert sorted(processes) == ["decode", "frontend", "mooncake", "prefill"]
+    prefill, master = processes["prefill"], processes["mooncake"]
+    transfer = json.loads(prefill.args[prefill.args.index("--kv-transfer-config") + 1])
+    nixl, store = transfer["kv_connector_extra_config"]["connectors"]
+    assert nixl == {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_buffer_device": "cpu"}
+    assert (store["kv_connector"], store["kv_connector_module_path"]) == (
+        "MooncakeStoreConnector",
+        "serving_stack.mooncake_store",
+    )
+    assert transfer["kv_load_failure_policy"] == "recompute"
+    assert prefill.after == ["mooncake"]
+    assert prefill.environment["MOONCAKE_CONFIG_PATH"] == "/run/files/mooncake.json"
+    assert json.loads(rendered.files["mooncake.json"])["master_server_address"] == f"127.0.0.1:{master.ports['rpc_port']}"
+    # What has nothing to do with the tier stays as it is.
+    plain = {process.name: process for process in _render(profiles.load("cpu"))}
+    assert processes["decode"].args == plain["decode"].args
+    assert prefill.args[: prefill.args.index("--kv-transfer-config")] == (
+        plain["prefill"].args[: plain["prefill"].args.index("--kv-transfer-config")]
+    )
+
+
+def test_cpu_agg_profile_is_one_worker_that_moves_nothing() -> None:
+    frontend, worker = _render(profiles.load("cpu-agg"))
+    assert (frontend.name, worker.name, worker.worker) == ("frontend", "worker", "aggregated")
+    assert not [word for word in worker.args if "kv-transfer" in word or "disaggregation" in word]
+
+
+OVERLAY = """\
+mooncake:
+  files: {a.json: {at: "${store-0.rpc}", all: 1}}
+  components:
+    store: {module: s, count: 2, ports: [rpc]}
+    frontend:
+      after: [store]
+      args: {added: "${store-1.rpc}", kept: 2}
+      environment: {E: "1"}
+"""
+
+
+def test_overlay_is_merged_key_by_key(tmp_path: Path) -> None:
+    text = MINIMAL + "    args: {first: 1, kept: 1}\n    environment: {D: '0'}\n" + OVERLAY
+    profile = profiles.load(_file(tmp_path, text))
+    assert [process.name for process in _render(profile)] == ["frontend"]
+    rendered = _rendered(profiles.with_mooncake(profile))
+    frontend = rendered.processes[0]
+    assert frontend.args == ["--first", "1", "--kept", "2", "--added", "9001"]
+    assert frontend.environment == {"D": "0", "E": "1"}
+    assert frontend.after == ["store-0", "store-1"]
+    assert json.loads(rendered.files["a.json"]) == {"at": "9000", "all": 1}
 
 
 def test_flags_pass_through(tmp_path: Path) -> None:
@@ -90,6 +150,12 @@ def test_counts_number_the_processes_and_give_each_its_ports(tmp_path: Path) -> 
         (MINIMAL + "  launcher:\n    module: m\n", "components.launcher"),
         (MINIMAL.replace("module: dynamo.frontend", "module: rm -rf"), "components.frontend.module"),
         ("- a\n- b\n", "the file"),
+        (MINIMAL + "    after: [store]\n", "components.frontend.after: no component called 'store'"),
+        (MINIMAL + "    after: [frontend]\n", "wait for each other"),
+        (MINIMAL + "files: {../a: {}}\n", "files.../a"),
+        (MINIMAL + "mooncake: {components: {frontend: {after: [store]}}}\n", "with mooncake: components.frontend.after"),
+        (MINIMAL + "mooncake: {components: {store: {modul: s}}}\n", "with mooncake: components.store.modul"),
+        (MINIMAL + "mooncake: {libs: {}}\n", "mooncake.libs"),
         ("a: [\n", "not YAML"),
     ],
 )
@@ -111,7 +177,7 @@ def test_bad_placeholder_is_refused_by_its_place(tmp_path: Path, value: str, sai
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(StackError, match=r"'gpu'.*cpu, mocker"):
+    with pytest.raises(StackError, match=r"'gpu'.*cpu, cpu-agg, mocker"):
         profiles.load("gpu")
 
 

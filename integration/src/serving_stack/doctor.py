@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes.util
+import ctypes
+import importlib.util
 import os
 import platform
 import resource
@@ -158,14 +159,42 @@ def _machine(profile: profiles.Profile) -> Iterator[Finding]:
         yield Finding("FAIL", f"disk: {_size(room)} free, {_size(ENGINE_BYTES)} needed for the engines", "free some")
 
 
-def _libraries(profile: profiles.Profile) -> Iterator[Finding]:
-    if not _vllm(profile):
-        return
-    # vLLM's CPU kernels link it, and no wheel brings it.
-    if ctypes.util.find_library("numa"):
-        yield Finding("ok", "library libnuma")
-    else:
-        yield Finding("FAIL", "library libnuma: not found", "apt-get install libnuma1")
+def _loads(soname: str) -> bool:
+    try:
+        ctypes.CDLL(soname)
+    except OSError:
+        return False
+    return True
+
+
+def _libraries(profile: profiles.Profile, name: str) -> Iterator[Finding]:
+    if _vllm(profile):
+        # vLLM's CPU kernels link it, and no wheel brings it.
+        if _loads("libnuma.so.1"):
+            yield Finding("ok", "library libnuma")
+        else:
+            yield Finding("FAIL", "library libnuma: not found", "apt-get install libnuma1")
+    if profile.mooncake is not None:
+        lacking = tier_lacks(profile, name)
+        for what, cure in lacking:
+            yield Finding("warn", f"second cache tier (Mooncake) stays off: {what}", cure)
+        if not lacking:
+            yield Finding("ok", "second cache tier: Mooncake's package and libraries")
+
+
+def tier_lacks(profile: profiles.Profile, name: str) -> list[tuple[str, str]]:
+    """Return what the profile's Mooncake tier lacks on this machine, each with the command that cures it."""
+    if profile.mooncake is None:
+        return []
+    lacking = []
+    modules = {changes["module"] for changes in profile.mooncake.components.values() if "module" in changes}
+    for module in sorted(modules):
+        if importlib.util.find_spec(module.split(".")[0]) is None:
+            lacking.append((f"Python package {module.split('.')[0]} not found", f"serving-stack install --profile {name}"))
+    absent = {soname: package for soname, package in profile.mooncake.libraries.items() if not _loads(soname)}
+    if absent:
+        lacking.append((f"{', '.join(absent)} not found", f"apt-get install {' '.join(sorted(set(absent.values())))}"))
+    return lacking
 
 
 def examine(profile: profiles.Profile, name: str, port: int) -> Iterator[Finding]:
@@ -178,7 +207,7 @@ def examine(profile: profiles.Profile, name: str, port: int) -> Iterator[Finding
         "" if supported else "make a virtual environment with Python 3.10 to 3.13",
     )
     yield from _packages(profile, name)
-    yield from _libraries(profile)
+    yield from _libraries(profile, name)
     yield from _processor(profile)
     yield from _machine(profile)
     holder = listener(port)

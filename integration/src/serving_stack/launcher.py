@@ -59,6 +59,7 @@ class Plan(BaseModel):
     ready_seconds: int
     transfers_kv: bool
     processes: list[Process]
+    files: dict[str, str] = {}
 
 
 def metric(text: str, name: str) -> float:
@@ -126,6 +127,15 @@ class _Child:
                         if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port in listed:
                             self.port = one.laddr.port
         return None if self.port is None else listed[self.port]
+
+    def listens(self) -> bool:
+        """Return whether all of this component's ports are open."""
+        wanted = set(self.process.ports.values())
+        for process in self.group():
+            with contextlib.suppress(psutil.Error):
+                listening = {one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+                wanted -= listening
+        return not wanted
 
     def last_lines(self, count: int = 15) -> str:
         """Return the end of the log."""
@@ -201,7 +211,7 @@ class Launcher:
         for child in self.children:
             state = child.state
             if child.popen is None:
-                if now >= child.next_start:
+                if now >= child.next_start and self.may_start(child):
                     self.say(f"{child.process.name}: starting")
                     child.start()
                 continue
@@ -211,8 +221,10 @@ class Launcher:
                 self.bring_back(child, f"{how} after {now - child.started:.0f} s")
                 continue
             worker = child.process.worker is not None
-            if not worker:
+            if child.process.name == "frontend":
                 present = listed is not None
+            elif not worker:  # once it has listened, being alive is enough
+                present = state.state == "ready" or child.listens()
             elif listed is None:
                 continue
             else:
@@ -232,6 +244,12 @@ class Launcher:
                     self.bring_back(child, f"{what} though its process lives")
             elif self.state.phase == "ready" and now - child.started > self.plan.ready_seconds:
                 self.bring_back(child, f"was not ready within {self.plan.ready_seconds} s")
+
+    def may_start(self, child: _Child) -> bool:
+        """Return whether everything this component comes after is ready."""
+        return all(
+            other.state.state == "ready" for other in self.children if other.process.name in child.process.after
+        )
 
     def bring_back(self, child: _Child, reason: str) -> None:
         """End what is left of a component and plan its next start; during the first start, fail instead."""
@@ -354,10 +372,14 @@ class Launcher:
             child.state.state = child.state.state if child.state.state == "failed" else "stopped"
         own = os.getpid()
         members = [process for process in self.run.members(self.state) if process.pid != own]
-        # The frontend first: it drains the requests it holds while the workers still answer.
-        first = {child.popen.pid for child in self.children if child.popen and child.process.worker is None}
+        # The frontend first: it drains the requests it holds while the workers still answer. What workers come after
+        # goes last: they take their leave of it.
+        first = {child.popen.pid for child in self.children if child.popen and child.process.name == "frontend"}
+        needed = {name for child in self.children for name in child.process.after}
+        last = {child.popen.pid for child in self.children if child.popen and child.process.name in needed}
         end([process for process in members if process.pid in first], grace=GRACE)
-        end([process for process in members if process.pid not in first], grace=GRACE)
+        end([process for process in members if process.pid not in first | last], grace=GRACE)
+        end([process for process in members if process.pid in last], grace=GRACE)
 
 
 def main() -> int:

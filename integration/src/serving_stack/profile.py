@@ -14,7 +14,12 @@ Values may hold placeholders, written `${name}`:
 `run_dir`              the run's own directory
 `index`                0, 1, ... within the component
 each name in `ports`   a free TCP port, chosen when the stack starts and kept over restarts
+`COMPONENT.PORT`       the port of that name of another component (`NAME-0.PORT` where there are several)
 =====================  ================================================================================
+
+A file that a process can only read from disk stands under `files`: JSON, written into `${run_dir}/files` at the start.
+
+What stands under `mooncake`, the second cache tier, is merged over the rest by `with_mooncake`, or left out.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from __future__ import annotations
 import json
 import re
 import string
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,6 +46,7 @@ MOST = 64
 PLACEHOLDERS = frozenset({"port", "model", "served_model_name", "run_dir", "index"})
 
 _Name = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+_File = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
 
 
 class _Strict(BaseModel):
@@ -59,8 +66,24 @@ class Component(_Strict):
     ports: list[_Name] = []
     #: How many processes of it.
     count: Annotated[int, Field(ge=1, le=MOST)] = 1
+    #: Components that must be ready before it starts, at the first start and later.
+    after: list[str] = []
     #: Set for an engine that registers with the frontend: it is watched there, and the warm-up must reach it.
     worker: Literal["prefill", "decode", "aggregated"] | None = None
+
+
+class Overlay(_Strict):
+    """The part of a profile that brings Mooncake, merged over the rest.
+
+    In `components`, `args` and `environment` are merged key by key, `ports` and `after` are added, other keys replace.
+    """
+
+    #: Shared libraries that no wheel brings: soname -> the Debian package that does.
+    libraries: dict[str, str] = {}
+    #: Merged into the profile's files.
+    files: dict[_File, dict[str, Any]] = {}
+    #: New components, or what changes in one of the profile's.
+    components: dict[str, dict[str, Any]]
 
 
 class Profile(_Strict):
@@ -82,6 +105,10 @@ class Profile(_Strict):
     environment: dict[str, str | int | float | bool] = {}
     #: The processes by name. One must be called `frontend` and listen on `${port}`.
     components: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")], Component]
+    #: File name -> content, written as JSON into `${run_dir}/files` before the first process starts.
+    files: dict[_File, dict[str, Any]] = {}
+    #: The second cache tier, not yet merged.
+    mooncake: Overlay | None = None
 
 
 class Process(BaseModel):
@@ -95,6 +122,16 @@ class Process(BaseModel):
     environment: dict[str, str]
     ports: dict[str, int]
     worker: str | None
+    #: Names of processes that must be ready before it starts.
+    after: list[str] = []
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What a profile comes to once its placeholders are filled in."""
+
+    processes: list[Process]  #: in the profile's order
+    files: dict[str, str]  #: name -> content
 
 
 def shipped() -> list[str]:
@@ -120,24 +157,70 @@ def load(name_or_file: str) -> Profile:
     else:
         raise StackError(f"no profile called {name_or_file!r}: give a .yaml file or one of {', '.join(shipped())}")
     try:
-        profile = Profile.model_validate(yaml.safe_load(text))
+        return _checked(yaml.safe_load(text), f"profile {name_or_file}")
     except yaml.YAMLError as error:
         raise StackError(f"profile {name_or_file} is not YAML: {error}") from error
+
+
+def _checked(content: Any, where: str) -> Profile:
+    try:
+        profile = Profile.model_validate(content)
     except ValidationError as error:
         faults = "; ".join(
             f"{'.'.join(str(part) for part in fault['loc']) or 'the file'}: {fault['msg']}" for fault in error.errors()
         )
-        raise StackError(f"profile {name_or_file}: {faults}") from error
+        raise StackError(f"{where}: {faults}") from error
     if "frontend" not in profile.components:
-        raise StackError(f"profile {name_or_file}: components: one must be called 'frontend'")
+        raise StackError(f"{where}: components: one must be called 'frontend'")
     for kind, component in profile.components.items():
         if kind == "launcher" or re.search(r"-\d+$", kind):
-            raise StackError(f"profile {name_or_file}: components.{kind}: the launcher gives such names itself")
+            raise StackError(f"{where}: components.{kind}: the launcher gives such names itself")
         taken = PLACEHOLDERS & set(component.ports)
         if taken or len(set(component.ports)) < len(component.ports):
             names = ", ".join(sorted(taken)) or "a name stands twice"
-            raise StackError(f"profile {name_or_file}: components.{kind}.ports: not free to take: {names}")
+            raise StackError(f"{where}: components.{kind}.ports: not free to take: {names}")
+    _check_order(profile, where)
+    if profile.mooncake is not None:
+        with_mooncake(profile, where)  # what it merges to must be right, whether or not it is used
     return profile
+
+
+def _check_order(profile: Profile, where: str) -> None:
+    started: set[str] = set()
+    waiting = dict(profile.components)
+    while waiting:
+        ready = [kind for kind, component in waiting.items() if started.issuperset(component.after)]
+        if not ready:
+            kind, component = next(iter(waiting.items()))
+            unknown = ", ".join(repr(name) for name in component.after if name not in profile.components)
+            fault = f"no component called {unknown}" if unknown else f"{', '.join(waiting)} wait for each other"
+            raise StackError(f"{where}: components.{kind}.after: {fault}")
+        started.update(ready)
+        for kind in ready:
+            del waiting[kind]
+
+
+def with_mooncake(profile: Profile, where: str = "profile") -> Profile:
+    """Return the profile with its Mooncake tier merged in; one that has none is returned as it is.
+
+    Raises:
+        StackError: the result is not a valid profile; `where` begins the message.
+    """
+    if profile.mooncake is None:
+        return profile
+    content = profile.model_dump(exclude={"mooncake"})
+    content["files"].update(profile.mooncake.files)
+    for kind, changes in profile.mooncake.components.items():
+        component = content["components"].setdefault(kind, {})
+        for key, value in changes.items():
+            old = component.get(key)
+            if isinstance(old, dict) and isinstance(value, dict):
+                component[key] = {**old, **value}
+            elif isinstance(old, list) and isinstance(value, list):
+                component[key] = [*old, *value]
+            else:
+                component[key] = value
+    return _checked(content, f"{where}: with mooncake")
 
 
 def with_counts(profile: Profile, counts: dict[str, int | None]) -> Profile:
@@ -158,10 +241,14 @@ def with_counts(profile: Profile, counts: dict[str, int | None]) -> Profile:
     return profile.model_copy(update={"components": components})
 
 
+class _Template(string.Template):
+    braceidpattern = r"[a-z][a-z0-9_-]*(?:\.[a-z][a-z0-9_]*)?"
+
+
 def _fill(value: Value, names: dict[str, str], where: str) -> str:
     text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
     try:
-        return string.Template(text).substitute(names)
+        return _Template(text).substitute(names)
     except KeyError as error:
         known = ", ".join(sorted(names))
         raise StackError(f"{where}: unknown placeholder ${{{error.args[0]}}} (known here: {known})") from error
@@ -169,11 +256,16 @@ def _fill(value: Value, names: dict[str, str], where: str) -> str:
         raise StackError(f"{where}: {text!r}: {error}; a literal dollar sign is written $$") from error
 
 
-def render(profile: Profile, names: dict[str, str], free_ports: list[int]) -> list[Process]:
-    """Fill every placeholder and return the processes to start, in the profile's order.
+def _instances(profile: Profile, kind: str) -> list[str]:
+    count = profile.components[kind].count
+    return [kind] if count == 1 else [f"{kind}-{index}" for index in range(count)]
+
+
+def render(profile: Profile, names: dict[str, str], free_ports: list[int]) -> Rendered:
+    """Fill every placeholder and return the processes to start and the files they read.
 
     Args:
-        profile: What to start.
+        profile: What to start. Its `mooncake` is not looked at: merge it first, or leave it out.
         names: Values of `port`, `model`, `served_model_name` and `run_dir`.
         free_ports: At least `port_count(profile)` ports nobody listens on.
 
@@ -181,12 +273,19 @@ def render(profile: Profile, names: dict[str, str], free_ports: list[int]) -> li
         StackError: a value holds an unknown placeholder.
     """
     spare = iter(free_ports)
+    ports = {
+        name: {port: next(spare) for port in component.ports}
+        for kind, component in profile.components.items()
+        for name in _instances(profile, kind)
+    }
+    everywhere = dict(names)
+    for name, own in ports.items():
+        everywhere.update({f"{name}.{port}": str(number) for port, number in own.items()})
     processes = []
     for kind, component in profile.components.items():
-        for index in range(component.count):
-            name = kind if component.count == 1 else f"{kind}-{index}"
-            ports = {port: next(spare) for port in component.ports}
-            known = {**names, "index": str(index), **{port: str(number) for port, number in ports.items()}}
+        for index, name in enumerate(_instances(profile, kind)):
+            own = {port: str(number) for port, number in ports[name].items()}
+            known = {**everywhere, "index": str(index), **own}
             args: list[str] = []
             for flag, value in component.args.items():
                 if value is False:
@@ -204,11 +303,13 @@ def render(profile: Profile, names: dict[str, str], free_ports: list[int]) -> li
                     module=component.module,
                     args=args,
                     environment=environment,
-                    ports=ports,
+                    ports=ports[name],
                     worker=component.worker,
+                    after=[one for other in component.after for one in _instances(profile, other)],
                 )
             )
-    return processes
+    files = {name: _fill(value, everywhere, f"files.{name}") for name, value in profile.files.items()}
+    return Rendered(processes, files)
 
 
 def port_count(profile: Profile) -> int:

@@ -16,6 +16,7 @@ import uuid
 from pathlib import Path
 
 from . import profile as profiles
+from .doctor import tier_lacks
 from .down import take_down
 from .errors import StackError
 from .launcher import GRACE, Plan
@@ -27,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="model directory (default: the tiny model, made if missing)")
     parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill workers")
     parser.add_argument("--decode", type=int, metavar="N", help="number of decode workers")
+    parser.add_argument("--no-mooncake", action="store_true", help="leave the second cache tier out")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="port of the API (default: 8000)")
     parser.add_argument(
         "--profile", default="cpu", metavar="FILE", help="a profile's name or a YAML file (default: cpu)"
@@ -44,9 +46,23 @@ def _model(given: str | None) -> Path:
     return path
 
 
+def _profile(args: argparse.Namespace) -> profiles.Profile:
+    """Return the profile as the command line wants it, with its second tier unless that is unwanted or cannot be."""
+    profile = profiles.load(args.profile)
+    if args.no_mooncake:
+        if profile.mooncake is None:
+            raise StackError(f"--no-mooncake: profile {args.profile} has no Mooncake tier")
+    elif lacking := tier_lacks(profile, args.profile):
+        for what, cure in lacking:
+            print(f"no second cache tier (Mooncake): {what}. Cure: {cure}", flush=True)
+    else:
+        profile = profiles.with_mooncake(profile)
+    return profiles.with_counts(profile, {"prefill": args.prefill, "decode": args.decode})
+
+
 def _plan(args: argparse.Namespace, run: Run) -> Plan:
     check_port(args.port)
-    profile = profiles.with_counts(profiles.load(args.profile), {"prefill": args.prefill, "decode": args.decode})
+    profile = _profile(args)
     if profile.requires_patches:
         from .patches import missing
 
@@ -66,7 +82,7 @@ def _plan(args: argparse.Namespace, run: Run) -> Plan:
         "served_model_name": name,
         "run_dir": str(run.directory),
     }
-    processes = profiles.render(profile, names, free_ports(profiles.port_count(profile), above=args.port))
+    rendered = profiles.render(profile, names, free_ports(profiles.port_count(profile), above=args.port))
     return Plan(
         run_id=uuid.uuid4().hex,
         profile=args.profile,
@@ -75,13 +91,17 @@ def _plan(args: argparse.Namespace, run: Run) -> Plan:
         port=args.port,
         ready_seconds=profile.ready_seconds,
         transfers_kv=profile.transfers_kv,
-        processes=processes,
+        processes=rendered.processes,
+        files=rendered.files,
     )
 
 
 def _launch(run: Run, plan: Plan) -> subprocess.Popen[bytes]:
-    shutil.rmtree(run.directory / "discovery", ignore_errors=True)
-    (run.directory / "discovery").mkdir(parents=True)
+    for name in ("discovery", "files"):
+        shutil.rmtree(run.directory / name, ignore_errors=True)
+        (run.directory / name).mkdir(parents=True)
+    for name, content in plan.files.items():
+        (run.directory / "files" / name).write_text(content, encoding="utf-8")
     run.logs.mkdir(exist_ok=True)
     with (run.logs / "launcher.log").open("wb") as log:
         launcher = subprocess.Popen(
