@@ -101,11 +101,11 @@ class World:
                 lines += [f"      {path}: {sha(content)}" for path, content in files.items()]
         (home / "patches.yaml").write_text("\n".join(lines) + "\n")
 
-    def apply(self, package: str | None = None) -> list[str]:
-        return [patch.name for patch in apply_all(package, **self.where, say=self.said.append)]
+    def apply(self, package: str | None = None, patch: str | None = None) -> list[str]:
+        return [done.name for done in apply_all(package, patch=patch, **self.where, say=self.said.append)]
 
-    def revert(self, package: str | None = None) -> list[str]:
-        return [patch.name for patch in revert_all(package, **self.where, say=self.said.append)]
+    def revert(self, package: str | None = None, patch: str | None = None) -> list[str]:
+        return [done.name for done in revert_all(package, patch=patch, **self.where, say=self.said.append)]
 
     def states(self) -> list[State]:
         return [status.state for status in statuses(**self.where, say=self.said.append)]

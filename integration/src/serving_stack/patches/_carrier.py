@@ -8,7 +8,7 @@ import importlib.metadata
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
 from ..errors import StackError
-from ._diff import DiffMismatch
+from ._diff import DiffMismatch, Entangled, FileDiff, rebase
 from ._journal import Change, commit, interrupted, locked, roll_back, sha256
 from ._series import Patch, load_all
 
@@ -71,9 +71,8 @@ class _File:
     chain: list[Patch]  #: every patch that touches it and fits the version, in order
     applied: tuple[Patch, ...]
 
-    @property
-    def patched(self) -> bytes:
-        return _forward(self.published, self.name, self.chain)
+    def with_patches(self, wanted: Collection[Patch]) -> bytes:
+        return _forward(self.published, self.name, self.chain, wanted)
 
 
 @dataclass
@@ -142,46 +141,50 @@ def contents(patch: Patch, *, folder: Path | None = None, path: Sequence[str] | 
     result = {}
     for name in patch.files:
         file = survey.files[name]
-        earlier = list(itertools.takewhile(lambda other: other.name != patch.name, file.chain))
-        before = _forward(file.published, name, earlier)
-        result[name] = Contents(before, _forward(before, name, [patch]))
+        place = [other.name for other in file.chain].index(patch.name)
+        result[name] = Contents(file.with_patches(file.chain[:place]), file.with_patches(file.chain[: place + 1]))
     return result
 
 
 def apply_all(
     package: str | None = None,
     *,
+    patch: str | None = None,
     folder: Path | None = None,
     path: Sequence[str] | None = None,
     say: Callable[[str], None] = _logger.info,
 ) -> list[Patch]:
     """Apply every patch of the installed packages, all or none; return those that were not applied before.
 
-    `say` is called with a line for each patch. Other parameters as for `statuses`.
+    `say` is called with a line for each patch; `patch` is the name of one to apply alone. Other parameters as for
+    `statuses`.
 
     Raises:
-        StackError: a version is outside a patch's range, a file is neither as published nor as we patch it, or a file
-            cannot be written. Nothing was changed then.
+        StackError: a version is outside a patch's range, a file is neither as published nor as we patch it, a file
+            cannot be written, or `patch` is no patch or stands on one that is not applied. Nothing was changed then.
     """
-    return _change(package, folder, path, say, apply=True)
+    return _change(package, patch, folder, path, say, apply=True)
 
 
 def revert_all(
     package: str | None = None,
     *,
+    patch: str | None = None,
     folder: Path | None = None,
     path: Sequence[str] | None = None,
     say: Callable[[str], None] = _logger.info,
 ) -> list[Patch]:
     """Bring every touched file back to its published bytes, all or none; return the patches that were applied.
 
-    A package outside a patch's range holds nothing of it, and is skipped. Parameters and errors as for `apply_all`.
+    A package outside a patch's range holds nothing of it, and is skipped. With `patch`, that one goes alone and the
+    others stay. Parameters and errors as for `apply_all`.
     """
-    return _change(package, folder, path, say, apply=False)
+    return _change(package, patch, folder, path, say, apply=False)
 
 
 def _change(
     package: str | None,
+    name: str | None,
     folder: Path | None,
     path: Sequence[str] | None,
     say: Callable[[str], None],
@@ -189,38 +192,39 @@ def _change(
     apply: bool,
 ) -> list[Patch]:
     series = load_all(folder)
-    chosen = _select(series, package)
+    chosen = _select(series, package, name)
     _settle(series, path, say)
+    whole = [patch for patch in series if patch.package in {one.package for one in chosen}]
     # Without the lock first: where nothing is to be done, a read-only environment is as good as any.
-    surveys = _survey(chosen, path)
-    root, changes = _plan(surveys, apply=apply)
+    surveys = _survey(whole, path)
+    root, changes = _plan(surveys, chosen, apply=apply)
     if root is not None:
         roots = _roots(series, path)
         with locked(roots):
             for other in roots:
                 roll_back(other, say)
-            surveys = _survey(chosen, path)
-            root, changes = _plan(surveys, apply=apply)
+            surveys = _survey(whole, path)
+            root, changes = _plan(surveys, chosen, apply=apply)
             if root is not None:
                 commit(root, changes)
     wanted = State.NOT_APPLIED if apply else State.APPLIED
     changed = []
-    for status in (status for survey in surveys for status in survey.statuses):
-        name = status.patch.name
+    for status in (status for survey in surveys for status in survey.statuses if status.patch in chosen):
+        label = status.patch.name
         partly = not apply and any(status.patch in file.applied for survey in surveys for file in survey.files.values())
         if status.state is State.NOT_INSTALLED:
-            say(f"{name}: not installed ({status.detail}), skipped")
+            say(f"{label}: not installed ({status.detail}), skipped")
         elif status.state is State.OUTSIDE_RANGE:
-            say(f"{name}: {status.detail}, nothing to revert")
+            say(f"{label}: {status.detail}, nothing to revert")
         elif status.state is wanted or partly:
             changed.append(status.patch)
-            say(f"{name}: {'applied' if apply else 'reverted'} ({status.distribution} {status.version})")
+            say(f"{label}: {'applied' if apply else 'reverted'} ({status.distribution} {status.version})")
         else:
-            say(f"{name}: {'already applied' if apply else 'not applied'} ({status.distribution} {status.version})")
+            say(f"{label}: {'already applied' if apply else 'not applied'} ({status.distribution} {status.version})")
     return changed
 
 
-def _plan(surveys: Iterable[_Survey], *, apply: bool) -> tuple[Path | None, list[Change]]:
+def _plan(surveys: Iterable[_Survey], chosen: Sequence[Patch], *, apply: bool) -> tuple[Path | None, list[Change]]:
     """Return what to write and whose journal to use, or (None, []); raise `StackError` with every reason not to."""
     refused = [State.MODIFIED, State.OUTSIDE_RANGE] if apply else [State.MODIFIED]
     surveys = list(surveys)
@@ -228,7 +232,7 @@ def _plan(surveys: Iterable[_Survey], *, apply: bool) -> tuple[Path | None, list
         f"{status.patch.name}: {status.state.value}: {status.detail}"
         for survey in surveys
         for status in survey.statuses
-        if status.state in refused
+        if status.state in refused and status.patch in chosen
     ]
     if reasons:
         raise StackError("\n  ".join(["patches refused, nothing was changed:", *reasons]))
@@ -236,22 +240,30 @@ def _plan(surveys: Iterable[_Survey], *, apply: bool) -> tuple[Path | None, list
     changes = []
     for survey in surveys:
         for file in survey.files.values():
-            target = file.patched if apply else file.published
+            target = file.with_patches(
+                [patch for patch in file.chain if (apply if patch in chosen else patch in file.applied)]
+            )
             if file.found != target:
                 root = root or survey.root
                 changes.append(Change(file.path, file.found, target))
     return root, changes
 
 
-def _select(patches: list[Patch], package: str | None) -> list[Patch]:
-    if package is None:
-        return patches
-    wanted = canonicalize_name(package)
-    chosen = [patch for patch in patches if wanted in map(canonicalize_name, (patch.package, *patch.published))]
-    if not chosen:
+def _select(patches: list[Patch], package: str | None, name: str | None = None) -> list[Patch]:
+    if package is not None:
+        wanted = canonicalize_name(package)
         known = sorted({name for patch in patches for name in (patch.package, *patch.published)})
-        raise StackError(f"package {package!r}: no patches are carried for it; there are some for {', '.join(known)}")
-    return chosen
+        patches = [patch for patch in patches if wanted in map(canonicalize_name, (patch.package, *patch.published))]
+        if not patches:
+            raise StackError(
+                f"package {package!r}: no patches are carried for it; there are some for {', '.join(known)}"
+            )
+    if name is not None:
+        known = [patch.name for patch in patches]
+        patches = [patch for patch in patches if patch.name == name]
+        if not patches:
+            raise StackError(f"patch {name!r}: no such patch; there are {', '.join(known)}")
+    return patches
 
 
 def _settle(patches: list[Patch], path: Sequence[str] | None, say: Callable[[str], None]) -> None:
@@ -357,24 +369,39 @@ def _outside(patch: Patch, installed: _Installed) -> str:
 
 def _explain(found: bytes, name: str, chain: list[Patch], expected: str) -> tuple[bytes, tuple[Patch, ...]] | None:
     """Return the published content and the patches that made `found` of it, or None where they did not."""
-    # The whole chain is the usual case; fewer when the series has grown since.
+    # The whole chain is the usual case; fewer when one was reverted, or the series has grown since.
     for size in (0, *range(len(chain), 0, -1)):
         for applied in itertools.combinations(chain, size):
             content = found
             try:
-                for patch in reversed(applied):
-                    content = patch.diff(name).reverse(content)
-            except DiffMismatch:
+                for diff in reversed(_diffs(name, chain, applied)):
+                    content = diff.reverse(content)
+            except (DiffMismatch, Entangled):
                 continue
             if sha256(content) == expected:
                 return content, applied
     return None
 
 
-def _forward(content: bytes, name: str, patches: Iterable[Patch]) -> bytes:
-    for patch in patches:
+def _forward(content: bytes, name: str, chain: list[Patch], wanted: Collection[Patch]) -> bytes:
+    """Return the published `content` with those patches of its `chain` that are `wanted`."""
+    kept = [patch for patch in chain if patch in wanted]
+    try:
+        diffs = _diffs(name, chain, kept)
+    except Entangled as error:
+        patch = chain[error.number]
+        others = ", ".join(other.name for other in chain[: error.number] if other not in kept)
+        raise StackError(
+            f"patch {patch.name} stands on lines of {others} in {name}: it cannot be applied alone, nor can what it "
+            "stands on be reverted alone; nothing was changed"
+        ) from error
+    for patch, diff in zip(kept, diffs, strict=True):
         try:
-            content = patch.diff(name).apply(content)
+            content = diff.apply(content)
         except DiffMismatch as error:
             raise StackError(f"patch {patch.name}: does not apply to the published file: {error}") from error
     return content
+
+
+def _diffs(name: str, chain: list[Patch], wanted: Collection[Patch]) -> list[FileDiff]:
+    return rebase([patch.diff(name) for patch in chain], [patch in wanted for patch in chain])

@@ -20,7 +20,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, text in _ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        action.add_argument("--package", metavar="NAME", help="an import package or distribution to act on alone")
+        scope = action.add_mutually_exclusive_group()
+        scope.add_argument("--package", metavar="NAME", help="an import package or distribution to act on alone")
+        if name in ("apply", "revert"):
+            scope.add_argument("--patch", metavar="NAME", help="a patch to act on alone; others of its files stay")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
         StackError: what the library function raised; nothing was changed.
     """
     if args.action == "apply":
-        apply_all(args.package, say=print)
+        apply_all(args.package, patch=args.patch, say=print)
         return 0
     if args.action == "revert":
-        revert_all(args.package, say=print)
+        revert_all(args.package, patch=args.patch, say=print)
         return 0
     return _list(args.package) if args.action == "list" else _verify(args.package)
 
