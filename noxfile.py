@@ -141,7 +141,9 @@ def patches(session: nox.Session) -> None:
     commands = _stack(session)
     session.run(str(commands / "serving-stack"), "patches", "apply")
     session.run(str(commands / "serving-stack"), "patches", "verify")
-    session.run(str(commands / "pytest"), *PYTEST, "integration/tests/patches", *session.posargs)
+    # ai-dynamo brings plugins for pytest that import vLLM.
+    pytest = [str(commands / "pytest"), "-p", "pytest_timeout", *PYTEST, "integration/tests/patches"]
+    session.run(*pytest, *session.posargs, env={"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
 
 
 @nox.session(venv_backend="none")
