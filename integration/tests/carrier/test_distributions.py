@@ -10,7 +10,7 @@ import pytest
 from serving_stack.errors import StackError
 from serving_stack.patches import State, apply_all, revert_all, statuses
 
-from .world import NUMBERS, World, diff, install
+from .world import BOTH, EXTRA, EXTRA_AFTER, NUMBERS, ONE, World, diff, install, sha
 
 
 def test_another_distribution_of_the_same_files_is_patched_by_its_own_hashes(tmp_path: Path) -> None:
@@ -36,6 +36,35 @@ def test_of_two_installed_claimants_the_one_whose_hashes_fit_counts(tmp_path: Pa
     install(world.site, "demo-cpu", "1.0", {"demo/n.py": cpu})
     world.apply()
     assert [(s.distribution, s.state) for s in statuses(**world.where)] == [("demo-cpu", State.APPLIED)]
+
+
+@pytest.mark.parametrize("version", ["1.0+cu130", "1.0.0"])
+def test_a_version_written_otherwise_or_with_a_local_label_is_looked_up_by_its_public_part(
+    tmp_path: Path, version: str
+) -> None:
+    world = World(tmp_path / "patches", tmp_path / "site")
+    after = NUMBERS + b"X = 1\n"
+    world.write({"p.patch": diff("demo/n.py", NUMBERS, after)}, {"demo": {"1.0": {"demo/n.py": NUMBERS}}})
+    install(world.site, "demo", version, {"demo/n.py": NUMBERS})
+    assert world.apply() == ["demo/p"]
+    assert world.said == [f"demo/p: applied (demo {version})"]
+    (world.site / "demo/n.py").write_bytes(b"# another build\n")
+    assert world.states() == [State.MODIFIED], "the hash decides"
+
+
+def test_a_distribution_whose_hashes_are_not_recorded_is_refused_and_others_are_not(world: World) -> None:
+    manifest = world.folder / "demo/patches.yaml"
+    text = manifest.read_text()
+    manifest.write_text(
+        text.replace(f"      demo/extra.py: {sha(EXTRA)}\n", "", 1)
+        .replace(f"      demo/extra.py: {sha(EXTRA_AFTER)}\n", "", 1)
+        .replace(sha(BOTH), sha(ONE), 1)
+    )
+    with pytest.raises(StackError, match=r"demo/two: version outside range: demo 1\.0: no hash of demo/extra\.py"):
+        world.apply()
+    (world.site / "demo-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: demo-cpu\nVersion: 1.0\n")
+    (world.site / "demo-1.0.dist-info").rename(world.site / "demo_cpu-1.0.dist-info")
+    assert world.apply() == ["demo/one", "demo/two"]
 
 
 def test_package_filters_by_import_package_and_by_distribution(world: World) -> None:

@@ -93,7 +93,29 @@ def test_a_patch_that_does_not_fit_its_published_file_is_refused(tmp_path: Path)
         (lambda home: edit(home / "patches.yaml", b">=1,<2", b"one"), "version range 'one' is not valid"),
         (
             lambda home: edit(home / "patches.yaml", b"demo/extra.py", b"demo/spare.py"),
-            "no published hash of demo/extra",
+            r"patch demo/two: it fits no version .*no hash of demo/extra\.py is recorded",
+        ),
+        (
+            lambda home: edit(home / "patches.yaml", b"patched:", b"repatched:"),
+            "patched\n.*Field required",
+        ),
+        (
+            lambda home: edit(home / "patches.yaml", f"      demo/extra.py: {sha(EXTRA_AFTER)}\n".encode(), b""),
+            r"patches\.yaml: patched: demo 1\.0: no hash of demo/extra\.py",
+        ),
+        (
+            lambda home: edit(
+                home / "patches.yaml", sha(BOTH).encode(), b"0\n      demo/more.py: 0".replace(b"0", b"x")
+            ),
+            r"patched: demo 1\.0: demo/more\.py: no patch of that version changes it",
+        ),
+        (
+            lambda home: edit(home / "patches.yaml", b"patched:", b"patched:\n  demo-gpu: {'2.0': {}}"),
+            r"patched: demo-gpu 2\.0: .*no patch of that version changes it",
+        ),
+        (
+            lambda home: edit(home / "patches.yaml", sha(BOTH).encode(), sha(ONE).encode()),
+            f"demo/numbers.py of demo 1.0: the patches make sha256 {sha(BOTH)} .* but {sha(ONE)} is recorded",
         ),
     ],
 )

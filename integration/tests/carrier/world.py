@@ -11,12 +11,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
+from packaging.specifiers import SpecifierSet
+
 from serving_stack.patches import Patch, State, apply_all, load_all, revert_all, statuses
+from serving_stack.patches._diff import DiffMismatch, parse
 
 NUMBERS = b"".join(b"N%d = %d\n" % (n, n) for n in range(1, 21))
 EXTRA = b"A = 1\nB = 2\n"
@@ -59,6 +62,19 @@ def install(site: Path, name: str, version: str, files: dict[str, bytes]) -> Non
         (site / path).write_bytes(content)
 
 
+def patched(files: dict[str, bytes], patches: Iterable[bytes]) -> dict[str, bytes]:
+    """Return those of `files` that one of `patches` changes, changed; unchanged where it does not apply."""
+    result: dict[str, bytes] = {}
+    for text in patches:
+        for change in parse(text, "demo/p"):
+            before = result.get(change.path, files[change.path])
+            try:
+                result[change.path] = change.apply(before)
+            except DiffMismatch:
+                result[change.path] = before
+    return result
+
+
 def tree(root: Path) -> dict[str, bytes]:
     return {str(file.relative_to(root)): file.read_bytes() for file in sorted(root.rglob("*")) if file.is_file()}
 
@@ -93,12 +109,16 @@ class World:
         for name, text in patches.items():
             (home / name).write_bytes(HEADERS.format(name=name).encode() + text)
         (home / "series").write_text("# the order\n" + "".join(f"{name}\n" for name in patches))
-        lines = ["patches:"] + [f"  {name}: {{versions: '{versions}'}}" for name in patches] + ["published:"]
-        for distribution, by_version in published.items():
-            lines.append(f"  {distribution}:")
-            for version, files in by_version.items():
-                lines.append(f"    '{version}':")
-                lines += [f"      {path}: {sha(content)}" for path, content in files.items()]
+        lines = ["patches:"] + [f"  {name}: {{versions: '{versions}'}}" for name in patches]
+        for what in ("published", "patched"):
+            lines.append(f"{what}:")
+            for distribution, by_version in published.items():
+                lines.append(f"  {distribution}:")
+                for version, files in by_version.items():
+                    if what == "patched":
+                        files = patched(files, patches.values()) if SpecifierSet(versions).contains(version) else {}
+                    lines.append(f"    '{version}':" + " {}" * (not files))
+                    lines += [f"      {path}: {sha(content)}" for path, content in files.items()]
         (home / "patches.yaml").write_text("\n".join(lines) + "\n")
 
     def apply(self, package: str | None = None, patch: str | None = None) -> list[str]:

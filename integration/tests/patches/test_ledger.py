@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from serving_stack.patches import _series as series
-from serving_stack.patches import load_all
+from serving_stack.patches import State, load_all, statuses
 
 PATCHES = load_all()
 
@@ -29,7 +29,16 @@ def test_every_patch_has_one_test_file() -> None:
     assert named == Counter(patch.name for patch in PATCHES)
 
 
-def test_every_patch_names_known_versions() -> None:
+def test_every_patch_fits_every_distribution_in_its_range() -> None:
     for patch in PATCHES:
         for distribution, by_version in patch.published.items():
-            assert any(patch.versions.contains(version) for version in by_version), (patch.name, distribution)
+            within = [version for version in by_version if patch.versions.contains(version, prereleases=True)]
+            assert within, (patch.name, distribution)
+            assert [patch.unfit(distribution, version) for version in within] == [""] * len(within)
+
+
+def test_the_recorded_hashes_are_those_of_the_installed_files() -> None:
+    for status in statuses():
+        assert status.state is State.APPLIED, status
+        recorded = status.patch.patched[status.distribution][status.version]
+        assert dict(status.hashes) == {name: recorded[name] for name in status.patch.files}

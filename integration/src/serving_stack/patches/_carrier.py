@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion
 
 from ..errors import StackError
 from ._diff import DiffMismatch, Entangled, FileDiff, rebase
@@ -308,7 +307,7 @@ def _survey(patches: list[Patch], path: Sequence[str] | None) -> list[_Survey]:
 
 
 def _examine(installed: _Installed, series: list[Patch]) -> _Survey:
-    outside = {patch: reason for patch in series if (reason := _outside(patch, installed))}
+    outside = {patch: reason for patch in series if (reason := patch.unfit(installed.name, installed.version))}
     fitting = [patch for patch in series if patch not in outside]
     files: dict[str, _File] = {}
     hashes: dict[str, str] = {}
@@ -316,7 +315,9 @@ def _examine(installed: _Installed, series: list[Patch]) -> _Survey:
     for name in dict.fromkeys(name for patch in fitting for name in patch.files):
         chain = [patch for patch in fitting if name in patch.files]
         path = installed.root / name
-        expected = chain[0].published[installed.name][installed.version][name]
+        key = chain[0].known_as(installed.name, installed.version)
+        assert key is not None
+        expected = chain[0].published[installed.name][key][name]
         try:
             found = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -329,11 +330,17 @@ def _examine(installed: _Installed, series: list[Patch]) -> _Survey:
         explained = _explain(found, name, chain, expected)
         if explained is None:
             wrong[name] = (
-                f"{path}: expected sha256 {expected} as {installed.name} {installed.version} was published (or exactly "
+                f"{path}: expected sha256 {expected} as {installed.name} {key} was published (or exactly "
                 f"our patched file), found {hashes[name]}; reinstall {installed.name}=={installed.version}"
             )
         else:
             files[name] = _File(name, path, found, explained[0], chain, explained[1])
+            patched, recorded = sha256(files[name].with_patches(chain)), chain[0].patched[installed.name][key][name]
+            if patched != recorded:
+                raise StackError(
+                    f"{name} of {installed.name} {key}: the patches make sha256 {patched} of the published file, but "
+                    f"{recorded} is recorded under 'patched'; correct patches.yaml"
+                )
     result = []
     for patch in series:
         if patch in outside:
@@ -351,20 +358,6 @@ def _examine(installed: _Installed, series: list[Patch]) -> _Survey:
         found_hashes = tuple((name, hashes[name]) for name in patch.files if name in hashes)
         result.append(Status(patch, state, installed.name, installed.version, detail, found_hashes))
     return _Survey(result, files, installed.root)
-
-
-def _outside(patch: Patch, installed: _Installed) -> str:
-    """Return why the installed version is not one that `patch` fits, or an empty string."""
-    try:
-        inside = patch.versions.contains(installed.version, prereleases=True)
-    except InvalidVersion:
-        inside = False
-    if not inside:
-        return f"{installed.name} {patch.versions} expected, {installed.version} found"
-    known = patch.published[installed.name]
-    if installed.version not in known:
-        return f"{installed.name} {', '.join(known) or 'no version'} expected by hash, {installed.version} found"
-    return ""
 
 
 def _explain(found: bytes, name: str, chain: list[Patch], expected: str) -> tuple[bytes, tuple[Patch, ...]] | None:

@@ -10,6 +10,8 @@ from pathlib import Path, PurePosixPath
 
 import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_version
+from packaging.version import InvalidVersion
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import StackError
@@ -21,6 +23,9 @@ FOLDER = Path(__file__).parent.parent / "_patches"
 #: The DEP-3 fields that every patch fills.
 HEADERS = ("Description", "Origin", "Bug", "Forwarded", "Author", "Last-Update", "Applied-Upstream")
 
+#: distribution -> version -> file -> SHA-256
+Hashes = Mapping[str, Mapping[str, Mapping[str, str]]]
+
 
 @dataclass(frozen=True, eq=False)
 class Patch:
@@ -31,7 +36,8 @@ class Patch:
     headers: Mapping[str, str]  #: its DEP-3 fields
     versions: SpecifierSet  #: of the distribution that provides the package
     diffs: tuple[FileDiff, ...]  #: one per touched file
-    published: Mapping[str, Mapping[str, Mapping[str, str]]]  #: distribution -> version -> file -> SHA-256 as published
+    published: Hashes  #: of the files as their distributions published them
+    patched: Hashes  #: of the same files with every patch of the package that fits the version
 
     @property
     def description(self) -> str:
@@ -47,6 +53,33 @@ class Patch:
         """Return its diff of the file `path`; raise `KeyError` where it does not touch that file."""
         return {diff.path: diff for diff in self.diffs}[path]
 
+    def known_as(self, distribution: str, version: str) -> str | None:
+        """Return the version that the hashes of `version` are kept under, or None.
+
+        A build with a local label (`1.0+cu130`) that has no hashes of its own is looked up without it: whether its
+        files are the same, their hashes tell.
+        """
+        known = self.published.get(distribution, {})
+        wanted = canonicalize_version(version)
+        keys = {canonicalize_version(key): key for key in known} | {key: key for key in known}
+        found = (keys.get(name) for name in (version, wanted, wanted.partition("+")[0]))
+        return next((key for key in found if key is not None), None)
+
+    def unfit(self, distribution: str, version: str) -> str:
+        """Return why the patch does not fit a version of a distribution, or an empty string."""
+        try:
+            inside = self.versions.contains(version, prereleases=True)
+        except InvalidVersion:
+            inside = False
+        if not inside:
+            return f"{distribution} {self.versions} expected, {version} found"
+        key = self.known_as(distribution, version)
+        known = self.published.get(distribution, {})
+        if key is None:
+            return f"{distribution} {', '.join(known) or 'no version'} expected by hash, {version} found"
+        unknown = [name for name in self.files if name not in known[key]]
+        return f"{distribution} {key}: no hash of {unknown[0]} is recorded" if unknown else ""
+
 
 class _Entry(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -57,6 +90,7 @@ class _Manifest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     patches: dict[str, _Entry]
     published: dict[str, dict[str, dict[str, str]]]
+    patched: dict[str, dict[str, dict[str, str]]]
 
 
 def load_all(folder: Path | None = None) -> list[Patch]:
@@ -83,7 +117,27 @@ def _load(folder: Path) -> list[Patch]:
     ):
         if names != sorted(order):
             raise StackError(f"{folder / 'series'}: lists {sorted(order)}, but {what} holds {names}")
-    return [_read(folder / name, manifest.patches[name].versions, manifest) for name in order]
+    patches = [_read(folder / name, manifest.patches[name].versions, manifest) for name in order]
+    try:
+        _check_patched(patches, manifest)
+    except StackError as error:
+        raise StackError(f"{folder / 'patches.yaml'}: {error}") from error
+    return patches
+
+
+def _check_patched(patches: list[Patch], manifest: _Manifest) -> None:
+    """Raise `StackError` unless `patched` holds exactly the files that patches change, for each version they fit."""
+    for distribution in {**manifest.published, **manifest.patched}:
+        published = manifest.published.get(distribution, {})
+        patched = manifest.patched.get(distribution, {})
+        for version in {**published, **patched}:
+            changed = {name for patch in patches if not patch.unfit(distribution, version) for name in patch.files}
+            found = set(patched.get(version, {}))
+            if changed - found:
+                raise StackError(f"patched: {distribution} {version}: no hash of {min(changed - found)}")
+            if found - changed or version not in published:
+                surplus = min(found - changed, default="nothing")
+                raise StackError(f"patched: {distribution} {version}: {surplus}: no patch of that version changes it")
 
 
 def _read(file: Path, versions: str, manifest: _Manifest) -> Patch:
@@ -103,9 +157,10 @@ def _read(file: Path, versions: str, manifest: _Manifest) -> Patch:
         path = PurePosixPath(diff.path)
         if path.is_absolute() or ".." in path.parts or path.parts[0] != package:
             raise StackError(f"patch {name}: {diff.path}: not a file of the package {package}")
-        for distribution, by_version in manifest.published.items():
-            for version, hashes in by_version.items():
-                if specifier.contains(version, prereleases=True) and diff.path not in hashes:
-                    raise StackError(f"patch {name}: no published hash of {diff.path} in {distribution} {version}")
     headers = {field: head[field] for field in HEADERS}
-    return Patch(name, package, headers, specifier, diffs, manifest.published)
+    patch = Patch(name, package, headers, specifier, diffs, manifest.published, manifest.patched)
+    known = [(distribution, version) for distribution in patch.published for version in patch.published[distribution]]
+    if all(patch.unfit(*one) for one in known):
+        reasons = "; ".join(patch.unfit(*one) for one in known) or "no hashes at all"
+        raise StackError(f"patch {name}: it fits no version in patches.yaml: {reasons}")
+    return patch
