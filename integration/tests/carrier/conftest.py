@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from serving_stack import cli
-from serving_stack.patches import _carrier as carrier
 from serving_stack.patches import _series as series
 
 from .world import BOTH, EXTRA, EXTRA_AFTER, FILES, NUMBERS, ONE, World, diff, install
@@ -53,5 +52,16 @@ def unprivileged() -> Iterator[Path]:
 @pytest.fixture
 def command(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     monkeypatch.setattr(series, "FOLDER", world.folder)
-    monkeypatch.setattr(carrier.sys, "path", [str(world.site)])  # type: ignore[attr-defined]
+    monkeypatch.syspath_prepend(str(world.site))
     return lambda *words: cli.main(["patches", *words])
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels, the only place that pip looks in."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    return folder

@@ -7,7 +7,6 @@ import os
 import py_compile
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import uv
 from serving_stack.patches import State
 from serving_stack.patches import _journal as journal
 
-from .world import FILES, NUMBERS, ONE, World, diff, install, tree
+from .world import FILES, NUMBERS, ONE, World, diff, install, tree, wheel
 
 
 @pytest.mark.parametrize("make", [os.link, os.symlink])
@@ -79,24 +78,14 @@ def test_the_time_stamp_moves_by_a_second_even_where_the_clock_stands(
 
 def test_uv_installs_by_hard_link_and_its_cache_keeps_its_bytes(tmp_path: Path) -> None:
     binary = uv.find_uv_bin()
-    wheel = tmp_path / "demo-1.0-py3-none-any.whl"
-    info = "demo-1.0.dist-info"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for name, content in FILES.items():
-            archive.writestr(name, content)
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: demo\nVersion: 1.0\n")
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        record = "".join(f"{name},,\n" for name in (*FILES, f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD"))
-        archive.writestr(f"{info}/RECORD", record)
+    file = wheel(tmp_path, "demo", "1.0", FILES)
     cache = tmp_path / "cache"
     venv = tmp_path / "venv"
     environment = {**os.environ, "UV_CACHE_DIR": str(cache), "UV_LINK_MODE": "hardlink", "UV_OFFLINE": "1"}
     environment.pop("VIRTUAL_ENV", None)
     for command in (
         [binary, "venv", "--quiet", "--python", sys.executable, str(venv)],
-        [binary, "pip", "install", "--quiet", "--no-deps", "--python", str(venv / "bin/python"), str(wheel)],
+        [binary, "pip", "install", "--quiet", "--no-deps", "--python", str(venv / "bin/python"), str(file)],
     ):
         subprocess.run(command, env=environment, check=True)
     (site,) = venv.glob("lib/python*/site-packages")
@@ -121,7 +110,7 @@ def test_uv_installs_by_hard_link_and_its_cache_keeps_its_bytes(tmp_path: Path) 
             "--reinstall",
             "--python",
             str(venv / "bin/python"),
-            str(wheel),
+            str(file),
         ],
         env=environment,
         check=True,

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import csv
 import difflib
 import hashlib
 import io
@@ -11,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +63,29 @@ def install(site: Path, name: str, version: str, files: dict[str, bytes]) -> Non
     for path, content in files.items():
         (site / path).parent.mkdir(parents=True, exist_ok=True)
         (site / path).write_bytes(content)
+
+
+def wheel(folder: Path, name: str, version: str, files: dict[str, bytes]) -> Path:
+    """Write a wheel of pure Python; a file's name may begin with `NAME-VERSION.data/`."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    members = {
+        **files,
+        f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
+        f"{stem}.dist-info/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = io.StringIO()
+    rows = csv.writer(record, lineterminator="\n")
+    for path, content in members.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        rows.writerow([path, f"sha256={digest}", len(content)])
+    rows.writerow([f"{stem}.dist-info/RECORD", "", ""])
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{stem}-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        for path, content in members.items():
+            archive.writestr(path, content)
+        archive.writestr(f"{stem}.dist-info/RECORD", record.getvalue())
+    return file
 
 
 def patched(files: dict[str, bytes], patches: Iterable[bytes]) -> dict[str, bytes]:

@@ -26,13 +26,18 @@ with a message, nothing changed (`verify`: something is missing, outside its ran
 from ._carrier import Contents, State, Status, apply_all, contents, missing, revert_all, state, statuses
 from ._command import configure, run
 from ._series import Patch, load_all
+from ._upstream import Check, Finding, Verdict, check_upstream
 
 __all__ = [
+    "Check",
     "Contents",
+    "Finding",
     "Patch",
     "State",
     "Status",
+    "Verdict",
     "apply_all",
+    "check_upstream",
     "configure",
     "contents",
     "load_all",

@@ -104,7 +104,7 @@ def statuses(
     """
     patches = load_all(folder)
     _settle(patches, path, say)
-    return [status for survey in _survey(_select(patches, package), path) for status in survey.statuses]
+    return [status for survey in _survey(select(patches, package), path) for status in survey.statuses]
 
 
 def state(patch: Patch, *, folder: Path | None = None, path: Sequence[str] | None = None) -> State:
@@ -191,7 +191,7 @@ def _change(
     apply: bool,
 ) -> list[Patch]:
     series = load_all(folder)
-    chosen = _select(series, package, name)
+    chosen = select(series, package, name)
     _settle(series, path, say)
     whole = [patch for patch in series if patch.package in {one.package for one in chosen}]
     # Without the lock first: where nothing is to be done, a read-only environment is as good as any.
@@ -248,7 +248,7 @@ def _plan(surveys: Iterable[_Survey], chosen: Sequence[Patch], *, apply: bool) -
     return root, changes
 
 
-def _select(patches: list[Patch], package: str | None, name: str | None = None) -> list[Patch]:
+def select(patches: list[Patch], package: str | None, name: str | None = None) -> list[Patch]:
     if package is not None:
         wanted = canonicalize_name(package)
         known = sorted({name for patch in patches for name in (patch.package, *patch.published)})
@@ -275,10 +275,10 @@ def _settle(patches: list[Patch], path: Sequence[str] | None, say: Callable[[str
 
 def _roots(patches: list[Patch], path: Sequence[str] | None) -> list[Path]:
     names = dict.fromkeys(name for patch in patches for name in patch.published)
-    return list(dict.fromkeys(installed.root for installed in _find(names, path)))
+    return list(dict.fromkeys(installed.root for installed in find_installed(names, path)))
 
 
-def _find(names: Iterable[str], path: Sequence[str] | None) -> list[_Installed]:
+def find_installed(names: Iterable[str], path: Sequence[str] | None) -> list[_Installed]:
     where = list(sys.path if path is None else path)
     result = []
     for name in names:
@@ -294,7 +294,7 @@ def _survey(patches: list[Patch], path: Sequence[str] | None) -> list[_Survey]:
     result = []
     for _, group in itertools.groupby(patches, key=lambda patch: patch.package):
         series = list(group)
-        found = _find(series[0].published, path)
+        found = find_installed(series[0].published, path)
         if not found:
             detail = " or ".join(series[0].published)
             result.append(_Survey([Status(patch, State.NOT_INSTALLED, detail=detail) for patch in series], {}))

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
+from pathlib import Path
 
 from ._carrier import State, apply_all, revert_all, statuses
+from ._upstream import Verdict, check_upstream
 
 _ACTIONS = {
     "list": "show every patch and its state",
     "apply": "apply every patch of the installed packages, all or none",
     "revert": "bring every patched file back to its published bytes, all or none",
     "verify": "fail unless every patch of an installed package is applied and every hash is right",
+    "check-upstream": "fetch a newer upstream by pip and say of each patch whether it is still needed and applies",
 }
 
 
@@ -20,30 +24,49 @@ def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for name, text in _ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        action.add_argument("--folder", type=Path, metavar="DIR", help="a folder of patches (default: the shipped one)")
         scope = action.add_mutually_exclusive_group()
         scope.add_argument("--package", metavar="NAME", help="an import package or distribution to act on alone")
         if name in ("apply", "revert"):
             scope.add_argument("--patch", metavar="NAME", help="a patch to act on alone; others of its files stay")
+        if name == "check-upstream":
+            action.add_argument("version", nargs="?", metavar="VERSION", help="of one package (default: the newest)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the action; return 0, or 1 from `verify` where something is not in place.
+    """Carry out the action; return 0, or 1 where the action is to say so: the docstring of the package has when.
 
     Raises:
         StackError: what the library function raised; nothing was changed.
     """
     if args.action == "apply":
-        apply_all(args.package, patch=args.patch, say=print)
+        apply_all(args.package, patch=args.patch, folder=args.folder, say=print)
         return 0
     if args.action == "revert":
-        revert_all(args.package, patch=args.patch, say=print)
+        revert_all(args.package, patch=args.patch, folder=args.folder, say=print)
         return 0
-    return _list(args.package) if args.action == "list" else _verify(args.package)
+    if args.action == "check-upstream":
+        return _check_upstream(args)
+    return _list(args) if args.action == "list" else _verify(args)
 
 
-def _list(package: str | None) -> int:
+def _check_upstream(args: argparse.Namespace) -> int:
+    good = True
+    for check in check_upstream(args.version, args.package, folder=args.folder, say=print):
+        print(f"{check.distribution} {check.version} ({check.wheel})")
+        for finding in check.findings:
+            good = good and finding.verdict in (Verdict.NEEDED, Verdict.OFFSET)
+            print(f"  {finding.patch.name}: {finding.verdict.value}")
+            for note in finding.notes:
+                print(textwrap.indent(note, "      ", lambda line: True))
+        for patch in check.left_out:
+            print(f"  {patch.name}: for {check.distribution} {patch.versions} only, not checked")
+    return 0 if good else 1
+
+
+def _list(args: argparse.Namespace) -> int:
     rows = [("PATCH", "PACKAGE", "INSTALLED", "STATE", "DESCRIPTION")]
-    for status in statuses(package, say=print):
+    for status in statuses(args.package, folder=args.folder, say=print):
         installed = f"{status.distribution} {status.version}".strip() or "-"
         rows.append((status.patch.name, status.patch.package, installed, status.state.value, status.patch.description))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -52,8 +75,8 @@ def _list(package: str | None) -> int:
     return 0
 
 
-def _verify(package: str | None) -> int:
-    found = statuses(package, say=print)
+def _verify(args: argparse.Namespace) -> int:
+    found = statuses(args.package, folder=args.folder, say=print)
     for status in found:
         good = status.state in (State.APPLIED, State.NOT_INSTALLED)
         installed = f" ({status.distribution} {status.version})" if status.distribution else ""

@@ -196,7 +196,7 @@ def find(hunks: Sequence[Hunk], lines: list[bytes], *, after: bool = False) -> l
 
     Lines have to be equal. A hunk stands below the one before it, and of several places the one counts that is nearest
     to its own line, moved as far as the one before it. Less context on one side than on the other says that the file
-    begins or ends there. A side without any line stands only in an empty file.
+    begins or ends there, as does a last line without a line end. A side without any line stands only in an empty file.
 
     Parameters:
         after: look for the lines with the change made instead.
@@ -229,6 +229,7 @@ def _candidates(hunk: Hunk, size: int, length: int, floor: int) -> range:
     first, last = floor, length - size
     if leading < trailing and hunk.index == 0:
         last = min(last, 0)
-    if trailing < leading:
+    unended = any(side and not side[-1].endswith(b"\n") for side in (hunk.before, hunk.after))
+    if trailing < leading or unended:
         first = max(floor, last)
     return range(first, last + 1)

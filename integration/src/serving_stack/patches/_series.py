@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import yaml
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_version
-from packaging.version import InvalidVersion
+from packaging.version import InvalidVersion, Version
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import StackError
@@ -98,10 +98,12 @@ def load_all(folder: Path | None = None) -> list[Patch]:
 
     `folder` holds one folder per import package; by default the one shipped with serving-stack.
     """
+    hint = "; this installation of serving-stack is incomplete" if folder is None else ""
     folder = FOLDER if folder is None else folder
-    if not folder.is_dir():
-        raise StackError(f"{folder}: no folder of patches there; this installation of serving-stack is incomplete")
-    return [patch for series in sorted(folder.glob("*/series")) for patch in _load(series.parent)]
+    found = sorted(folder.glob("*/series"))
+    if not found:
+        raise StackError(f"{folder}: no patches there: no PACKAGE/series{hint}")
+    return [patch for series in found for patch in _load(series.parent)]
 
 
 def _load(folder: Path) -> list[Patch]:
@@ -117,6 +119,12 @@ def _load(folder: Path) -> list[Patch]:
     ):
         if names != sorted(order):
             raise StackError(f"{folder / 'series'}: lists {sorted(order)}, but {what} holds {names}")
+    for versions in (*manifest.published.values(), *manifest.patched.values()):
+        for version in versions:
+            try:
+                Version(version)
+            except InvalidVersion as error:
+                raise StackError(f"{folder / 'patches.yaml'}: version {version!r} is not valid") from error
     patches = [_read(folder / name, manifest.patches[name].versions, manifest) for name in order]
     try:
         _check_patched(patches, manifest)
