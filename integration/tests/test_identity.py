@@ -74,7 +74,9 @@ def test_a_damaged_record_or_no_disk_costs_only_time(tmp_path: Path, monkeypatch
 
 def test_processes_at_once_agree(tmp_path: Path) -> None:
     model = _model(tmp_path / "m", a=os.urandom(1 << 20), b=os.urandom(1 << 20))
-    script = f"from pathlib import Path; from serving_stack.identity import *; print(weights_identity(Path({str(model)!r})))"
+    script = (
+        f"from pathlib import Path; from serving_stack.identity import *; print(weights_identity(Path({str(model)!r})))"
+    )
     running = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(4)]
     assert {process.communicate()[0].strip() for process in running} == {weights_identity(model)}
 
@@ -115,4 +117,4 @@ def test_the_prefix_says_what_the_bytes_are_and_splits_no_key() -> None:
     assert re.fullmatch(r"abababababab-bfloat16-LBNHC-[0-9a-f]{24}", BASE.prefix)
     assert re.fullmatch(r"[\w.-]+", odd.prefix)
     # The order of facts is no difference.
-    assert dataclasses.replace(BASE, facts=dict(reversed(BASE.facts.items()))).prefix == BASE.prefix
+    assert dataclasses.replace(BASE, facts=dict(reversed(list(BASE.facts.items())))).prefix == BASE.prefix

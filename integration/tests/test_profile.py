@@ -75,12 +75,15 @@ def test_cpu_profile_with_mooncake_keeps_nixl_and_adds_the_store() -> None:
     assert transfer["kv_load_failure_policy"] == "recompute"
     assert prefill.after == ["mooncake"]
     assert prefill.environment["MOONCAKE_CONFIG_PATH"] == "/run/files/mooncake.json"
-    assert json.loads(rendered.files["mooncake.json"])["master_server_address"] == f"127.0.0.1:{master.ports['rpc_port']}"
+    assert (
+        json.loads(rendered.files["mooncake.json"])["master_server_address"] == f"127.0.0.1:{master.ports['rpc_port']}"
+    )
     # What has nothing to do with the tier stays as it is.
     plain = {process.name: process for process in _render(profiles.load("cpu"))}
     assert processes["decode"].args == plain["decode"].args
-    assert prefill.args[: prefill.args.index("--kv-transfer-config")] == (
-        plain["prefill"].args[: plain["prefill"].args.index("--kv-transfer-config")]
+    assert (
+        prefill.args[: prefill.args.index("--kv-transfer-config")]
+        == (plain["prefill"].args[: plain["prefill"].args.index("--kv-transfer-config")])
     )
 
 
@@ -153,7 +156,10 @@ def test_counts_number_the_processes_and_give_each_its_ports(tmp_path: Path) -> 
         (MINIMAL + "    after: [store]\n", "components.frontend.after: no component called 'store'"),
         (MINIMAL + "    after: [frontend]\n", "wait for each other"),
         (MINIMAL + "files: {../a: {}}\n", "files.../a"),
-        (MINIMAL + "mooncake: {components: {frontend: {after: [store]}}}\n", "with mooncake: components.frontend.after"),
+        (
+            MINIMAL + "mooncake: {components: {frontend: {after: [store]}}}\n",
+            "with mooncake: components.frontend.after",
+        ),
         (MINIMAL + "mooncake: {components: {store: {modul: s}}}\n", "with mooncake: components.store.modul"),
         (MINIMAL + "mooncake: {libs: {}}\n", "mooncake.libs"),
         ("a: [\n", "not YAML"),

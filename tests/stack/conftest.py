@@ -12,11 +12,18 @@ from support.stack import Stack
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def running() -> list[Stack]:
+    """What is up: two stacks at once are too much for two cores."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory, running: list[Stack]) -> Iterator[Stack]:
     """The CPU profile's stack, up."""
     one = Stack(tmp_path_factory.mktemp("home"), free_ports(1, above=21000)[0])
     try:
         one.up()
+        running.append(one)
         yield one
     finally:
         one.command("down", check=False)

@@ -5,23 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.stack import Stack, until
-
-SOURCES = "vllm:prompt_tokens_by_source_total"
-
-
-def _by_source(stack: Stack) -> dict[str, float]:
-    found = {}
-    for line in stack.metrics("prefill").splitlines():
-        if line.startswith(SOURCES + "{"):
-            source = line.split('source="', 1)[1].split('"', 1)[0]
-            found[source] = float(line.rsplit(None, 1)[1])
-    return found
+from support.stack import Stack
 
 
 def _ask(stack: Stack, messages: list[dict[str, Any]]) -> tuple[Any, dict[str, float]]:
     """Ask, and return the answer with the tokens that the prefill worker computed and found cached for it."""
-    before = _by_source(stack)
+    before = stack.sources("prefill")
     answer = stack.client.chat.completions.create(
         model=stack.model,
         messages=messages,
@@ -30,12 +19,7 @@ def _ask(stack: Stack, messages: list[dict[str, Any]]) -> tuple[Any, dict[str, f
     )
     assert answer.usage is not None
     total = answer.usage.prompt_tokens
-
-    def settled() -> dict[str, float] | None:
-        gained = {source: count - before.get(source, 0) for source, count in _by_source(stack).items()}
-        return gained if sum(gained.values()) >= total else None
-
-    gained = until(settled, 20, f"the prefill worker counts {total} prompt tokens")
+    gained = stack.gained("prefill", before, total)
     assert sum(gained.values()) == total
     return answer, gained
 

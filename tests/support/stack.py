@@ -86,19 +86,21 @@ class Stack:
             base_url=self.state.base_url, api_key="none", max_retries=0, timeout=120, http_client=plain
         )
 
-    def post(self, path: str, body: dict[str, Any] | str, timeout: float = 120) -> httpx.Response:
+    def post(
+        self, path: str, body: dict[str, Any] | str, timeout: float = 120, headers: dict[str, str] | None = None
+    ) -> httpx.Response:
         """Send a raw request to the API."""
         content = body if isinstance(body, str) else json.dumps(body)
         return httpx.post(
             f"{self.state.base_url}{path}",
             content=content,
-            headers={"content-type": "application/json"},
+            headers={"content-type": "application/json", **(headers or {})},
             timeout=timeout,
             trust_env=False,
         )
 
-    def complete(self, tokens: list[int], max_tokens: int = 24) -> dict[str, Any]:
-        """Complete a prompt of token ids greedily, past any end-of-text token."""
+    def complete(self, tokens: list[int], max_tokens: int = 24, prefill: str | None = None) -> dict[str, Any]:
+        """Complete a prompt of token ids greedily, past any end-of-text token; `prefill` names a worker."""
         body = {
             "model": self.model,
             "prompt": tokens,
@@ -107,10 +109,19 @@ class Stack:
             "ignore_eos": True,
             "nvext": {"extra_fields": ["completion_token_ids", "worker_id"]},
         }
-        answer = self.post("/completions", body)
+        answer = self.post("/completions", body, headers=self.to(prefill))
         assert answer.status_code == 200, answer.text
         result: dict[str, Any] = answer.json()
+        if prefill is not None:
+            served = result["nvext"]["worker_id"]["prefill_worker_id"]
+            assert str(served) == self.state.components[prefill].instance, f"{served:x} served it, not {prefill}"
         return result
+
+    def to(self, prefill: str | None) -> dict[str, str]:
+        """Return the headers that make Dynamo's router send a request to one prefill worker."""
+        if prefill is None:
+            return {}
+        return {"x-dynamo-prefill-instance-id": str(self.state.components[prefill].instance)}
 
     def metrics(self, component: str) -> str:
         """Read a worker's own metrics, in Prometheus' text form."""
@@ -120,6 +131,29 @@ class Stack:
     def metric(self, component: str, name: str) -> float:
         """Read one of a worker's own counters."""
         return metric(self.metrics(component), name)
+
+    def sources(self, component: str) -> dict[str, float]:
+        """Read where a worker took its prompt tokens from: computed, found in its own cache, loaded from elsewhere."""
+        found = {}
+        for line in self.metrics(component).splitlines():
+            if line.startswith("vllm:prompt_tokens_by_source_total{"):
+                found[line.split('source="', 1)[1].split('"', 1)[0]] = float(line.rsplit(None, 1)[1])
+        return found
+
+    def gained(self, component: str, before: dict[str, float], tokens: int) -> dict[str, float]:
+        """Wait until a worker's `sources` have grown by `tokens` since `before`; return by how much each has."""
+
+        def settled() -> dict[str, float] | None:
+            grown = {source: count - before.get(source, 0) for source, count in self.sources(component).items()}
+            return grown if sum(grown.values()) >= tokens else None
+
+        grown: dict[str, float] = until(settled, 20, f"{component} counts {tokens} prompt tokens")
+        return grown
+
+    def store(self, name: str) -> float:
+        """Read one of the counters of Mooncake's master."""
+        port = self.state.components["mooncake"].ports["metrics_port"]
+        return metric(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10, trust_env=False).text, name)
 
     def listed(self) -> set[str]:
         """Return the instance ids that the frontend lists for `generate`."""

@@ -190,7 +190,9 @@ def tier_lacks(profile: profiles.Profile, name: str) -> list[tuple[str, str]]:
     modules = {changes["module"] for changes in profile.mooncake.components.values() if "module" in changes}
     for module in sorted(modules):
         if importlib.util.find_spec(module.split(".")[0]) is None:
-            lacking.append((f"Python package {module.split('.')[0]} not found", f"serving-stack install --profile {name}"))
+            lacking.append(
+                (f"Python package {module.split('.')[0]} not found", f"serving-stack install --profile {name}")
+            )
     absent = {soname: package for soname, package in profile.mooncake.libraries.items() if not _loads(soname)}
     if absent:
         lacking.append((f"{', '.join(absent)} not found", f"apt-get install {' '.join(sorted(set(absent.values())))}"))

@@ -133,7 +133,9 @@ class _Child:
         wanted = set(self.process.ports.values())
         for process in self.group():
             with contextlib.suppress(psutil.Error):
-                listening = {one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+                listening = {
+                    one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN
+                }
                 wanted -= listening
         return not wanted
 
@@ -247,9 +249,7 @@ class Launcher:
 
     def may_start(self, child: _Child) -> bool:
         """Return whether everything this component comes after is ready."""
-        return all(
-            other.state.state == "ready" for other in self.children if other.process.name in child.process.after
-        )
+        return all(other.state.state == "ready" for other in self.children if other.process.name in child.process.after)
 
     def bring_back(self, child: _Child, reason: str) -> None:
         """End what is left of a component and plan its next start; during the first start, fail instead."""

@@ -39,7 +39,7 @@ __all__ = ["MooncakeStoreConnector"]
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's own root, which has the handlers
 
 
-class MooncakeStoreConnector(connector.MooncakeStoreConnector):
+class MooncakeStoreConnector(connector.MooncakeStoreConnector):  # type: ignore[misc]  # no vLLM where types are checked
     """The connector whose keys begin with the identity of what it saves."""
 
     def __init__(
@@ -56,12 +56,15 @@ class MooncakeStoreConnector(connector.MooncakeStoreConnector):
         super().__init__(vllm_config, role, kv_cache_config)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """As vLLM's, but nothing where a load for this request has failed."""
         # Asked again, and not because of a preemption: the load failed.
         if self._begun.get(request.request_id) == request.num_preemptions:
             return 0, False
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """As vLLM's; remembers that a load begins."""
         if num_external_tokens > 0:
             self._begun[request.request_id] = request.num_preemptions
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -69,8 +72,10 @@ class MooncakeStoreConnector(connector.MooncakeStoreConnector):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
+        """As vLLM's; forgets the request."""
         self._begun.pop(request.request_id, None)
-        return super().request_finished_all_groups(request, block_ids)
+        found: tuple[bool, dict[str, Any] | None] = super().request_finished_all_groups(request, block_ids)
+        return found
 
 
 def _with_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmConfig:

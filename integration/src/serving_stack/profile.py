@@ -284,8 +284,8 @@ def render(profile: Profile, names: dict[str, str], free_ports: list[int]) -> Re
     processes = []
     for kind, component in profile.components.items():
         for index, name in enumerate(_instances(profile, kind)):
-            own = {port: str(number) for port, number in ports[name].items()}
-            known = {**everywhere, "index": str(index), **own}
+            known = {**everywhere, "index": str(index)}
+            known.update({port: str(number) for port, number in ports[name].items()})
             args: list[str] = []
             for flag, value in component.args.items():
                 if value is False:
