@@ -15,7 +15,7 @@ import pytest
 from serving_stack.patches import State, contents, missing, state
 from serving_stack.patches import _journal as journal
 
-from .world import BOTH, EXTRA, EXTRA_AFTER, FILES, NUMBERS, ONE, World, diff, install, tree
+from .world import BOTH, EXTRA, EXTRA_AFTER, FILES, ODD, ONE, World, diff, install, tree
 
 
 def test_apply_makes_the_chain_and_revert_restores_every_byte(world: World) -> None:
@@ -93,22 +93,7 @@ def test_a_package_that_is_absent_is_skipped_with_a_line(world: World) -> None:
     assert missing(**world.where) == []
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        pytest.param(NUMBERS.replace(b"\n", b"\r\n"), ONE.replace(b"\n", b"\r\n"), id="crlf"),
-        pytest.param(NUMBERS.replace(b"N2 = 2\n", b"N2 = 2\r\n"), ONE.replace(b"N2 = 2\n", b"N2 = 2\r\n"), id="mixed"),
-        pytest.param(NUMBERS.rstrip(b"\n"), ONE.rstrip(b"\n"), id="no-newline-far"),
-        pytest.param(NUMBERS.rstrip(b"\n"), NUMBERS.rstrip(b"\n") + b"0", id="no-newline-changed-line"),
-        pytest.param(NUMBERS.rstrip(b"\n"), NUMBERS.replace(b"N18", b"M18").rstrip(b"\n"), id="no-newline-context"),
-        pytest.param(NUMBERS.rstrip(b"\n"), NUMBERS, id="newline-added"),
-        pytest.param(NUMBERS, NUMBERS.rstrip(b"\n"), id="newline-removed"),
-        pytest.param(NUMBERS.replace(b"N2", b"\xe9\x0c\x85"), ONE.replace(b"N2", b"\xe9\x0c\x85"), id="odd-bytes"),
-        pytest.param(b"", b"X = 1\n", id="empty-before"),
-        pytest.param(b"X = 1\n", b"", id="empty-after"),
-        pytest.param(b"-- x\n", b"++ y\n", id="like-a-header"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after"), ODD)
 def test_line_ends_and_odd_bytes_survive_both_ways(tmp_path: Path, before: bytes, after: bytes) -> None:
     world = World(tmp_path / "patches", tmp_path / "site")
     world.write({"p.patch": diff("demo/f.py", before, after)}, {"demo": {"1.0": {"demo/f.py": before}}})

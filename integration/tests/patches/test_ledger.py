@@ -7,8 +7,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from serving_stack.patches import _series as series
 from serving_stack.patches import State, load_all, statuses
+from serving_stack.patches import _series as series
 
 PATCHES = load_all()
 

@@ -25,12 +25,14 @@ with a message, nothing changed (`verify`: something is missing, outside its ran
 
 from ._carrier import Contents, State, Status, apply_all, contents, missing, revert_all, state, statuses
 from ._command import configure, run
+from ._export import Export, export
 from ._series import Patch, load_all
 from ._upstream import Check, Finding, Verdict, check_upstream
 
 __all__ = [
     "Check",
     "Contents",
+    "Export",
     "Finding",
     "Patch",
     "State",
@@ -40,6 +42,7 @@ __all__ = [
     "check_upstream",
     "configure",
     "contents",
+    "export",
     "load_all",
     "missing",
     "revert_all",

@@ -75,7 +75,7 @@ class _File:
 
 
 @dataclass
-class _Survey:
+class Survey:
     """One package, as found."""
 
     statuses: list[Status]
@@ -104,7 +104,7 @@ def statuses(
     """
     patches = load_all(folder)
     _settle(patches, path, say)
-    return [status for survey in _survey(select(patches, package), path) for status in survey.statuses]
+    return [status for survey in take_survey(select(patches, package), path) for status in survey.statuses]
 
 
 def state(patch: Patch, *, folder: Path | None = None, path: Sequence[str] | None = None) -> State:
@@ -133,7 +133,7 @@ def contents(patch: Patch, *, folder: Path | None = None, path: Sequence[str] | 
     """
     series = load_all(folder)
     _settle(series, path, _logger.warning)
-    (survey,) = _survey([other for other in series if other.package == patch.package], path)
+    (survey,) = take_survey([other for other in series if other.package == patch.package], path)
     status = next(status for status in survey.statuses if status.patch.name == patch.name)
     if status.state not in (State.APPLIED, State.NOT_APPLIED):
         raise StackError(f"patch {patch.name}: {status.state.value}: {status.detail}")
@@ -195,14 +195,14 @@ def _change(
     _settle(series, path, say)
     whole = [patch for patch in series if patch.package in {one.package for one in chosen}]
     # Without the lock first: where nothing is to be done, a read-only environment is as good as any.
-    surveys = _survey(whole, path)
+    surveys = take_survey(whole, path)
     root, changes = _plan(surveys, chosen, apply=apply)
     if root is not None:
         roots = _roots(series, path)
         with locked(roots):
             for other in roots:
                 roll_back(other, say)
-            surveys = _survey(whole, path)
+            surveys = take_survey(whole, path)
             root, changes = _plan(surveys, chosen, apply=apply)
             if root is not None:
                 commit(root, changes)
@@ -223,7 +223,7 @@ def _change(
     return changed
 
 
-def _plan(surveys: Iterable[_Survey], chosen: Sequence[Patch], *, apply: bool) -> tuple[Path | None, list[Change]]:
+def _plan(surveys: Iterable[Survey], chosen: Sequence[Patch], *, apply: bool) -> tuple[Path | None, list[Change]]:
     """Return what to write and whose journal to use, or (None, []); raise `StackError` with every reason not to."""
     refused = [State.MODIFIED, State.OUTSIDE_RANGE] if apply else [State.MODIFIED]
     surveys = list(surveys)
@@ -290,14 +290,14 @@ def find_installed(names: Iterable[str], path: Sequence[str] | None) -> list[_In
     return result
 
 
-def _survey(patches: list[Patch], path: Sequence[str] | None) -> list[_Survey]:
+def take_survey(patches: list[Patch], path: Sequence[str] | None) -> list[Survey]:
     result = []
     for _, group in itertools.groupby(patches, key=lambda patch: patch.package):
         series = list(group)
         found = find_installed(series[0].published, path)
         if not found:
             detail = " or ".join(series[0].published)
-            result.append(_Survey([Status(patch, State.NOT_INSTALLED, detail=detail) for patch in series], {}))
+            result.append(Survey([Status(patch, State.NOT_INSTALLED, detail=detail) for patch in series], {}))
             continue
         # Two distributions may both claim the package; the files are those of the one whose hashes fit.
         surveys = [_examine(installed, series) for installed in found]
@@ -306,7 +306,7 @@ def _survey(patches: list[Patch], path: Sequence[str] | None) -> list[_Survey]:
     return result
 
 
-def _examine(installed: _Installed, series: list[Patch]) -> _Survey:
+def _examine(installed: _Installed, series: list[Patch]) -> Survey:
     outside = {patch: reason for patch in series if (reason := patch.unfit(installed.name, installed.version))}
     fitting = [patch for patch in series if patch not in outside]
     files: dict[str, _File] = {}
@@ -357,7 +357,7 @@ def _examine(installed: _Installed, series: list[Patch]) -> _Survey:
             detail = f"applied in {', '.join(held)} only" if held else ""
         found_hashes = tuple((name, hashes[name]) for name in patch.files if name in hashes)
         result.append(Status(patch, state, installed.name, installed.version, detail, found_hashes))
-    return _Survey(result, files, installed.root)
+    return Survey(result, files, installed.root)
 
 
 def _explain(found: bytes, name: str, chain: list[Patch], expected: str) -> tuple[bytes, tuple[Patch, ...]] | None:

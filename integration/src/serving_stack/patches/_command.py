@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 from ._carrier import State, apply_all, revert_all, statuses
+from ._export import export
 from ._upstream import Verdict, check_upstream
 
 _ACTIONS = {
@@ -16,6 +17,7 @@ _ACTIONS = {
     "revert": "bring every patched file back to its published bytes, all or none",
     "verify": "fail unless every patch of an installed package is applied and every hash is right",
     "check-upstream": "fetch a newer upstream by pip and say of each patch whether it is still needed and applies",
+    "export": "write the patches for one production image, with what applies and checks them there",
 }
 
 
@@ -29,6 +31,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
         scope.add_argument("--package", metavar="NAME", help="an import package or distribution to act on alone")
         if name in ("apply", "revert"):
             scope.add_argument("--patch", metavar="NAME", help="a patch to act on alone; others of its files stay")
+        if name == "export":
+            action.add_argument("--output", type=Path, metavar="DIR", required=True, help="a folder, new or empty")
+            source = action.add_mutually_exclusive_group()
+            source.add_argument(
+                "--image-root",
+                type=Path,
+                metavar="DIR",
+                help="the image, unpacked or mounted, or its site-packages folder (default: this environment)",
+            )
+            source.add_argument(
+                "--version",
+                dest="versions",
+                action="append",
+                default=[],
+                metavar="NAME==X",
+                help="a distribution and its version in the image; once for each",
+            )
         if name == "check-upstream":
             action.add_argument("version", nargs="?", metavar="VERSION", help="of one package (default: the newest)")
 
@@ -47,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.action == "check-upstream":
         return _check_upstream(args)
+    if args.action == "export":
+        return _export(args)
     return _list(args) if args.action == "list" else _verify(args)
 
 
@@ -62,6 +83,14 @@ def _check_upstream(args: argparse.Namespace) -> int:
         for patch in check.left_out:
             print(f"  {patch.name}: for {check.distribution} {patch.versions} only, not checked")
     return 0 if good else 1
+
+
+def _export(args: argparse.Namespace) -> int:
+    sources = {"versions": args.versions, "image_root": args.image_root}
+    for one in export(args.output, package=args.package, folder=args.folder, say=print, **sources):
+        print(f"{one.package}: for {one.distribution} {one.version}: {', '.join(patch.name for patch in one.patches)}")
+    print(f"written to {args.output}; what to do with it is in {args.output / 'README.md'}")
+    return 0
 
 
 def _list(args: argparse.Namespace) -> int:

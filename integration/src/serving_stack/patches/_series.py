@@ -33,6 +33,7 @@ class Patch:
 
     name: str  #: `<import package>/<file name without .patch>`
     package: str  #: the import package it changes
+    text: bytes  #: its file, headers and diff
     headers: Mapping[str, str]  #: its DEP-3 fields
     versions: SpecifierSet  #: of the distribution that provides the package
     diffs: tuple[FileDiff, ...]  #: one per touched file
@@ -166,7 +167,7 @@ def _read(file: Path, versions: str, manifest: _Manifest) -> Patch:
         if path.is_absolute() or ".." in path.parts or path.parts[0] != package:
             raise StackError(f"patch {name}: {diff.path}: not a file of the package {package}")
     headers = {field: head[field] for field in HEADERS}
-    patch = Patch(name, package, headers, specifier, diffs, manifest.published, manifest.patched)
+    patch = Patch(name, package, text, headers, specifier, diffs, manifest.published, manifest.patched)
     known = [(distribution, version) for distribution in patch.published for version in patch.published[distribution]]
     if all(patch.unfit(*one) for one in known):
         reasons = "; ".join(patch.unfit(*one) for one in known) or "no hashes at all"
