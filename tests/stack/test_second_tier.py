@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,13 @@ def ask_counted(tier: Stack, worker: str, tokens: list[int]) -> tuple[list[int],
     """Ask, and return the answer with where `worker` took the prompt's tokens from."""
     before = tier.sources(worker)
     return ask(tier, worker, tokens), tier.gained(worker, before, len(tokens))
+
+
+def ask_at_once(tier: Stack, prompts: list[list[int]]) -> None:
+    """Send all prompts at the same time, by turns to each worker; every one is answered."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        workers = [f"prefill-{number % 2}" for number in range(len(prompts))]
+        assert all(pool.map(lambda worker, prompt: ask(tier, worker, prompt), workers, prompts))
 
 
 def saved(tier: Stack, keys: float) -> None:
@@ -116,8 +124,7 @@ def _comes_back(tier: Stack, prompt: list[int]) -> bool:
 def test_master_killed_and_restarted(tier: Stack) -> None:
     pid = tier.state.components["mooncake"].pid or 0
     os.kill(pid, signal.SIGKILL)
-    for number in range(4):  # two of them at once, so that one waits for the master while the other is served
-        ask(tier, f"prefill-{number % 2}", prompt_tokens(700 + number))
+    ask_at_once(tier, [prompt_tokens(700 + number) for number in range(4)])
     until(lambda: tier.state.components["mooncake"].restarts == 1, 30, "the launcher notices")
     until(tier.ready, 30, "the master is back")
     until(lambda: _comes_back(tier, prompt_tokens(900 + int(time.monotonic()) % 90)), 60, "the tier is back by itself")
@@ -129,8 +136,7 @@ def test_master_that_hangs_costs_little(tier: Stack) -> None:
     pid = tier.state.components["mooncake"].pid or 0
     os.kill(pid, signal.SIGSTOP)
     try:
-        for number in range(4):
-            ask(tier, f"prefill-{number % 2}", prompt_tokens(710 + number))
+        ask_at_once(tier, [prompt_tokens(710 + number) for number in range(4)])
     finally:
         os.kill(pid, signal.SIGCONT)
     until(lambda: _comes_back(tier, prompt_tokens(800 + int(time.monotonic()) % 90)), 60, "the tier is back by itself")
