@@ -26,6 +26,7 @@ with a message, nothing changed (`verify`: something is missing, outside its ran
 from ._carrier import Contents, State, Status, apply_all, contents, missing, revert_all, state, statuses
 from ._command import configure, run
 from ._export import Export, export
+from ._new import New, new
 from ._series import Patch, load_all
 from ._upstream import Check, Finding, Verdict, check_upstream
 
@@ -34,6 +35,7 @@ __all__ = [
     "Contents",
     "Export",
     "Finding",
+    "New",
     "Patch",
     "State",
     "Status",
@@ -45,6 +47,7 @@ __all__ = [
     "export",
     "load_all",
     "missing",
+    "new",
     "revert_all",
     "run",
     "state",

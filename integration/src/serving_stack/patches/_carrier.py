@@ -71,7 +71,7 @@ class _File:
     applied: tuple[Patch, ...]
 
     def with_patches(self, wanted: Collection[Patch]) -> bytes:
-        return _forward(self.published, self.name, self.chain, wanted)
+        return forward(self.published, self.name, self.chain, wanted)
 
 
 @dataclass
@@ -376,7 +376,7 @@ def _explain(found: bytes, name: str, chain: list[Patch], expected: str) -> tupl
     return None
 
 
-def _forward(content: bytes, name: str, chain: list[Patch], wanted: Collection[Patch]) -> bytes:
+def forward(content: bytes, name: str, chain: list[Patch], wanted: Collection[Patch]) -> bytes:
     """Return the published `content` with those patches of its `chain` that are `wanted`."""
     kept = [patch for patch in chain if patch in wanted]
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ._carrier import State, apply_all, revert_all, statuses
 from ._export import export
+from ._new import new
 from ._upstream import Verdict, check_upstream
 
 _ACTIONS = {
@@ -17,6 +18,7 @@ _ACTIONS = {
     "revert": "bring every patched file back to its published bytes, all or none",
     "verify": "fail unless every patch of an installed package is applied and every hash is right",
     "check-upstream": "fetch a newer upstream by pip and say of each patch whether it is still needed and applies",
+    "new": "make a patch of installed files that were edited in place, and add it to its series",
     "export": "write the patches for one production image, with what applies and checks them there",
 }
 
@@ -27,6 +29,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name, text in _ACTIONS.items():
         action = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         action.add_argument("--folder", type=Path, metavar="DIR", help="a folder of patches (default: the shipped one)")
+        if name == "new":
+            action.add_argument("name", metavar="NAME", help="<import package>/<short-name>")
+            action.add_argument(
+                "files", metavar="FILE", type=Path, nargs="+", help="an edited file of one distribution"
+            )
+            action.add_argument("--description", metavar="TEXT", required=True, help="what it changes and why")
+            continue
         scope = action.add_mutually_exclusive_group()
         scope.add_argument("--package", metavar="NAME", help="an import package or distribution to act on alone")
         if name in ("apply", "revert"):
@@ -68,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         return _check_upstream(args)
     if args.action == "export":
         return _export(args)
+    if args.action == "new":
+        return _new(args)
     return _list(args) if args.action == "list" else _verify(args)
 
 
@@ -90,6 +101,18 @@ def _export(args: argparse.Namespace) -> int:
     for one in export(args.output, package=args.package, folder=args.folder, say=print, **sources):
         print(f"{one.package}: for {one.distribution} {one.version}: {', '.join(patch.name for patch in one.patches)}")
     print(f"written to {args.output}; what to do with it is in {args.output / 'README.md'}")
+    return 0
+
+
+def _new(args: argparse.Namespace) -> int:
+    made = new(args.name, args.files, args.description, folder=args.folder)
+    print(f"{made.file}: written, for {made.distribution} {made.version}")
+    print("left to do:")
+    print(f"- its section '## {args.name}' in {made.file.parents[1] / 'LEDGER.md'}")
+    print(f'- a test that fails without it; in the repository: integration/tests/patches, with PATCH = "{args.name}"')
+    print("- its headers Bug and Forwarded, once it is reported upstream")
+    for other in made.without_hashes:
+        print(f"- hashes for {other} in patches.yaml: until then the patch is refused there")
     return 0
 
 
