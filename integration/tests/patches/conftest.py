@@ -48,6 +48,7 @@ sys.meta_path.insert(0, Overlay())
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "installed: runs the installed modules, and fails where PATCH is reverted")
+    config.addinivalue_line("markers", "newest: fetches the newest upstreams")
 
 
 @pytest.fixture(scope="session")

@@ -208,9 +208,9 @@ def _notes(label: str, hunk: Hunk, before: Place | None, after: Place | None, ve
         text = hunk.text().decode("utf-8", "backslashreplace").rstrip("\n")
         yield f"{label}, meant for line {hunk.index + 1}, finds no place:\n{text}"
     if before is not None and verdict is not Verdict.NEEDED:
-        side = "below" if before.offset > 0 else "above"
-        distance = f"{abs(before.offset)} lines {side} its own" if before.offset else "its own"
-        yield f"{label}: at line {before.index + 1}, {distance}"
+        lines, side = abs(before.offset), "below" if before.offset > 0 else "above"
+        distance = f"{lines} line{'s' * (lines > 1)} {side} " if lines else ""
+        yield f"{label}: at line {before.index + 1}, {distance}its own"
     if before is not None and before.matches > 1:
         yield f"{label}: {before.matches} places hold its lines; line {before.index + 1} is the nearest to its own"
     if after is not None:
