@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry our patches on the installed upstreams: `serving-stack patches list|apply|revert|verify`.
+"""Carry our patches: `serving-stack patches list|apply|revert|verify|check-upstream|new|export`.
 
 The patches lie in `patches/<import package>/`: unified diffs with DEP-3 headers, their order in `series`, and
-`patches.yaml` with each patch's version range and the SHA-256 of every touched file as its distribution published it.
-A wheel carries the same folder. Nothing here imports an upstream: distributions are found by their metadata.
+`patches.yaml` with each patch's version range and, per distribution and version, the SHA-256 of every touched file as it
+was `published` and as it is `patched` by all that fit. A wheel carries the same folder; `--folder` names another, for
+patches of one's own. Nothing here imports an upstream: distributions are found by their metadata.
 
-What a command promises:
+- `list`, `verify`: what state each patch is in; nothing is written.
+- `apply`, `revert`: all patches, those of one `--package`, or one `--patch` while others of the same files stay.
+- `check-upstream [VERSION]`: fetch a wheel by pip, by default the newest, and say of each patch whether it is still
+  needed, applies with offset, conflicts (with the hunk that finds no place), or is already upstream.
+- `new NAME FILE...`: make a patch of installed files that were edited in place. It holds the new change only.
+- `export --output DIR`: write the patches for one image, with checksums and the Dockerfile lines that apply and check
+  them there; its versions are given, found in the environment, or found below `--image-root`.
+
+What `apply` and `revert` promise:
 
 - **All checks come before the first write.** A version outside a patch's range, or a file that is neither the published
   one nor exactly our patched one, is refused with the expected and the found value, and nothing at all changes.
@@ -17,10 +26,12 @@ What a command promises:
   newer serving-stack is installed when it changes a patch; otherwise the file counts as modified, and reinstalling its
   distribution cures that.
 
-A distribution's `RECORD` is left alone, so a tool that audits it reports each patched file; use `verify`.
+The other actions change nothing in the environment. A distribution's `RECORD` is left alone, so a tool that audits it
+reports each patched file; use `verify`.
 
-Exit status: 0 done (`verify`: every patch of an installed package is applied, every hash right); 1 refused or failed
-with a message, nothing changed (`verify`: something is missing, outside its range or modified); 2 wrong usage.
+Exit status: 0 done (`verify`: every patch of an installed package is applied, every hash right; `check-upstream`: every
+patch is still needed or applies with offset); 1 refused or failed with a message, nothing changed (`verify`: something
+is missing, outside its range or modified; `check-upstream`: a patch conflicts or is already upstream); 2 wrong usage.
 """
 
 from ._carrier import Contents, State, Status, apply_all, contents, missing, revert_all, state, statuses
