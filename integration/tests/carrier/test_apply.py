@@ -93,7 +93,7 @@ def test_a_package_that_is_absent_is_skipped_with_a_line(world: World) -> None:
     assert missing(**world.where) == []
 
 
-@pytest.mark.parametrize(("before", "after"), ODD)
+@pytest.mark.parametrize(("before", "after"), ODD.values(), ids=ODD)
 def test_line_ends_and_odd_bytes_survive_both_ways(tmp_path: Path, before: bytes, after: bytes) -> None:
     world = World(tmp_path / "patches", tmp_path / "site")
     world.write({"p.patch": diff("demo/f.py", before, after)}, {"demo": {"1.0": {"demo/f.py": before}}})

@@ -105,16 +105,17 @@ def test_the_lines_for_a_dockerfile_do_what_apply_does(world: World, tmp_path: P
     assert tree(image) == tree(world.site)
 
 
-@pytest.mark.parametrize(("before", "after"), ODD)
-def test_gnu_patch_makes_the_bytes_that_apply_makes(tmp_path: Path, before: bytes, after: bytes) -> None:
+def test_gnu_patch_makes_the_bytes_that_apply_makes(tmp_path: Path) -> None:
     world = World(tmp_path / "patches", tmp_path / "site")
-    world.write({"p.patch": diff("demo/f.py", before, after)}, {"demo": {"1.0": {"demo/f.py": before}}})
-    install(world.site, "demo", "1.0", {"demo/f.py": before})
+    contents = {f"demo/{name}.py": pair for name, pair in ODD.items()}
+    published = {name: before for name, (before, _) in contents.items()}
+    text = b"".join(diff(name, before, after) for name, (before, after) in contents.items())
+    world.write({"p.patch": text}, {"demo": {"1.0": published}})
+    install(world.site, "demo", "1.0", published)
     export(tmp_path / "set", **world.where)
     done = build(tmp_path / "set", world.site)
-    assert done.returncode == 0, done.stderr
-    assert tree(world.site)["demo/f.py"] == after
-    assert set(tree(world.site / "demo")) == {"f.py"}
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert tree(world.site / "demo") == {Path(name).name: after for name, (_, after) in contents.items()}
 
 
 @pytest.mark.parametrize(

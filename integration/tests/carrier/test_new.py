@@ -156,18 +156,19 @@ def test_a_build_with_a_local_label_is_recorded_as_its_public_version(world: Wor
     assert world.states() == [State.APPLIED] * 3
 
 
-@pytest.mark.parametrize(("before", "after"), ODD)
-def test_line_ends_and_odd_bytes_are_carried(tmp_path: Path, index: Path, before: bytes, after: bytes) -> None:
+def test_line_ends_and_odd_bytes_are_carried(tmp_path: Path, index: Path) -> None:
     world = World(tmp_path / "patches", tmp_path / "site")
     world.folder.mkdir()
-    installed(world, index, "demo", "1.0", {"demo/f.py": before})
-    (world.site / "demo/f.py").write_bytes(after)
-    make(world, "demo/f.py", name="demo/odd")
+    contents = {f"demo/{name}.py": pair for name, pair in ODD.items()}
+    installed(world, index, "demo", "1.0", {name: before for name, (before, _) in contents.items()})
+    for name, (_, after) in contents.items():
+        (world.site / name).write_bytes(after)
+    make(world, *contents, name="demo/odd")
     assert world.states() == [State.APPLIED]
     world.revert()
-    assert world.read("demo/f.py") == before
+    assert {name: world.read(name) for name in contents} == {name: before for name, (before, _) in contents.items()}
     world.apply()
-    assert world.read("demo/f.py") == after
+    assert {name: world.read(name) for name in contents} == {name: after for name, (_, after) in contents.items()}
 
 
 def test_a_name_that_record_has_to_quote_is_found(tmp_path: Path, index: Path) -> None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
 
-import pytest
 from packaging.specifiers import SpecifierSet
 
 from serving_stack.patches import Patch, State, apply_all, load_all, revert_all, statuses
@@ -170,19 +169,19 @@ BOTH = ONE.replace(b"N15 = 15\n", b"")
 EXTRA_AFTER = EXTRA.replace(b"B = 2", b"B = 3")
 
 #: Contents before and after a change that tools for text get wrong.
-ODD = [
-    pytest.param(NUMBERS.replace(b"\n", b"\r\n"), ONE.replace(b"\n", b"\r\n"), id="crlf"),
-    pytest.param(NUMBERS.replace(b"N2 = 2\n", b"N2 = 2\r\n"), ONE.replace(b"N2 = 2\n", b"N2 = 2\r\n"), id="mixed"),
-    pytest.param(NUMBERS.rstrip(b"\n"), ONE.rstrip(b"\n"), id="no-newline-far"),
-    pytest.param(NUMBERS.rstrip(b"\n"), NUMBERS.rstrip(b"\n") + b"0", id="no-newline-changed-line"),
-    pytest.param(NUMBERS.rstrip(b"\n"), NUMBERS.replace(b"N18", b"M18").rstrip(b"\n"), id="no-newline-context"),
-    pytest.param(NUMBERS.rstrip(b"\n"), NUMBERS, id="newline-added"),
-    pytest.param(NUMBERS, NUMBERS.rstrip(b"\n"), id="newline-removed"),
-    pytest.param(NUMBERS.replace(b"N2", b"\xe9\x0c\x85"), ONE.replace(b"N2", b"\xe9\x0c\x85"), id="odd-bytes"),
-    pytest.param(b"", b"X = 1\n", id="empty-before"),
-    pytest.param(b"X = 1\n", b"", id="empty-after"),
-    pytest.param(b"-- x\n", b"++ y\n", id="like-a-header"),
-]
+ODD: dict[str, tuple[bytes, bytes]] = {
+    "crlf": (NUMBERS.replace(b"\n", b"\r\n"), ONE.replace(b"\n", b"\r\n")),
+    "mixed": (NUMBERS.replace(b"N2 = 2\n", b"N2 = 2\r\n"), ONE.replace(b"N2 = 2\n", b"N2 = 2\r\n")),
+    "no-newline-far": (NUMBERS.rstrip(b"\n"), ONE.rstrip(b"\n")),
+    "no-newline-changed-line": (NUMBERS.rstrip(b"\n"), NUMBERS.rstrip(b"\n") + b"0"),
+    "no-newline-context": (NUMBERS.rstrip(b"\n"), NUMBERS.replace(b"N18", b"M18").rstrip(b"\n")),
+    "newline-added": (NUMBERS.rstrip(b"\n"), NUMBERS),
+    "newline-removed": (NUMBERS, NUMBERS.rstrip(b"\n")),
+    "odd-bytes": (NUMBERS.replace(b"N2", b"\xe9\x0c\x85"), ONE.replace(b"N2", b"\xe9\x0c\x85")),
+    "empty-before": (b"", b"X = 1\n"),
+    "empty-after": (b"X = 1\n", b""),
+    "like-a-header": (b"-- x\n", b"++ y\n"),
+}
 
 
 KILLED = """

@@ -2,9 +2,9 @@
 """Carry our patches: `serving-stack patches list|apply|revert|verify|check-upstream|new|export`.
 
 The patches lie in `patches/<import package>/`: unified diffs with DEP-3 headers, their order in `series`, and
-`patches.yaml` with each patch's version range and, per distribution and version, the SHA-256 of every touched file as it
-was `published` and as it is `patched` by all that fit. A wheel carries the same folder; `--folder` names another, for
-patches of one's own. Nothing here imports an upstream: distributions are found by their metadata.
+`patches.yaml` with each patch's version range and, per distribution and version, the SHA-256 of every touched file as
+`published` and as `patched` by all that fit. A wheel carries the same folder; `--folder` names another, for patches of
+one's own. Nothing here imports an upstream: distributions are found by their metadata.
 
 - `list`, `verify`: what state each patch is in; nothing is written.
 - `apply`, `revert`: all patches, those of one `--package`, or one `--patch` while others of the same files stay.
