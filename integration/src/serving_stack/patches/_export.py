@@ -162,7 +162,7 @@ def _installed(
     series: list[Patch], image_root: Path | None, path: Sequence[str] | None, say: Callable[[str], None]
 ) -> dict[str, tuple[str, str]]:
     """Return package -> (distribution, version), as found; raise `StackError` unless every file is as published."""
-    where = list(path or sys.path) if image_root is None else _folders(image_root)
+    where = list(sys.path if path is None else path) if image_root is None else _folders(image_root)
     place = image_root or "this environment"
     roots: dict[str, set[Path]] = {}
     for name in dict.fromkeys(name for patch in series for name in patch.published):

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from packaging.utils import canonicalize_name, canonicalize_version
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from ..errors import StackError
 from . import _series
@@ -257,8 +258,8 @@ def _diff(name: str, before: bytes, after: bytes, chain: Sequence[Patch]) -> byt
         if all(find(hunks, lines)) and not any(find(hunks, lines, after=True)):
             raise StackError(f"{name}: {patch.name} is not applied in it; apply it first, and make the change again")
     text = unified(name, before, after)
-    (diff,) = parse(text, name)
-    if diff.path != name or diff.apply(before) != after:
+    diffs = parse(text, name)
+    if [diff.path for diff in diffs] != [name] or diffs[0].apply(before) != after:
         raise StackError(f"{name}: its change cannot be carried as a diff")
     return text
 
@@ -278,7 +279,7 @@ def _same_elsewhere(
     result = []
     for other, versions in series[0].published.items():
         for key, hashes in versions.items():
-            within = canonicalize_version(key.partition("+")[0]) == canonicalize_version(version)
+            within = SpecifierSet(f"=={version}").contains(key, prereleases=True)
             if (other, key) == (distribution, version) or not within or not published.keys() <= hashes.keys():
                 continue
             for name, digest in published.items():

@@ -4,7 +4,7 @@
 # them. Needs coreutils, GNU patch and python3. Every check comes before the first change, and any difference ends it.
 set -eu
 export LC_ALL=C
-cd "$(dirname "$0")"
+CDPATH= cd -- "$(dirname -- "$0")"
 here=$PWD
 
 for tool in patch python3 sha256sum; do
