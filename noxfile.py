@@ -54,6 +54,9 @@ def _stack(session: nox.Session) -> Path:
 
 #: Where the time goes, and no test that hangs for ever.
 PYTEST = ["--durations=8", "--timeout=600"]
+#: Where the engines are, without plugins of others: ai-dynamo brings some that import vLLM.
+STACK_PYTEST = ["-p", "pytest_timeout", *PYTEST]
+NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 @nox.session(venv_backend="none")
@@ -139,21 +142,19 @@ def tests(session: nox.Session) -> None:
 def patches(session: nox.Session) -> None:
     """Our patches on the pinned engines, each with a test that fails without it; with `-- newest` on newer ones."""
     commands = _stack(session)
-    # Without plugins of others: ai-dynamo brings some that import vLLM.
-    pytest = [str(commands / "pytest"), "-p", "pytest_timeout", *PYTEST, "integration/tests/patches", "-m"]
-    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    pytest = [str(commands / "pytest"), *STACK_PYTEST, "integration/tests/patches", "-m"]
     if session.posargs == ["newest"]:  # outside CI
-        session.run(*pytest, "newest", "-s", env=alone)
+        session.run(*pytest, "newest", "-s", env=NO_PLUGINS)
         return
     session.run(str(commands / "serving-stack"), "patches", "apply")
     session.run(str(commands / "serving-stack"), "patches", "verify")
-    session.run(*pytest, "not newest", *session.posargs, env=alone)
+    session.run(*pytest, "not newest", *session.posargs, env=NO_PLUGINS)
 
 
 @nox.session(venv_backend="none")
 def stack_tests(session: nox.Session) -> None:
     """The whole stack on two cores: real frontend, router, vLLM workers and NIXL."""
-    session.run(str(_stack(session) / "pytest"), *PYTEST, "tests/stack", *session.posargs)
+    session.run(str(_stack(session) / "pytest"), *STACK_PYTEST, "tests/stack", *session.posargs, env=NO_PLUGINS)
 
 
 @nox.session(venv_backend="none")

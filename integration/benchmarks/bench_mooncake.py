@@ -13,7 +13,7 @@ import httpx
 from serving_stack.model import prompt_tokens
 from serving_stack.state import free_ports
 from support.bench import Bench
-from support.stack import Stack
+from support.stack import Stack, until
 
 
 def _first_token(stack: Stack, prompt: list[int], prefill: str) -> float:
@@ -45,6 +45,10 @@ def _measure(stack: Stack, prompt: list[int], prefill: str, source: str) -> floa
     return taken
 
 
+def _saved(stack: Stack, keys: float) -> None:
+    until(lambda: stack.store("master_key_count") >= keys, 30, f"{keys} keys in the store")
+
+
 def run(bench: Bench) -> None:
     """Two prefill workers: one computes and saves, the other loads, then the first finds its own."""
     lengths = (1000, 4000) if bench.quick else (500, 1000, 2000, 4000, 8000)
@@ -62,8 +66,7 @@ def run(bench: Bench) -> None:
                     prompt = prompt_tokens(length + 1 + repeat)[:length]
                     keys = stack.store("master_key_count")
                     nowhere.append(_measure(stack, prompt, "prefill-0", "local_compute"))
-                    while stack.store("master_key_count") < keys + length // 32:
-                        time.sleep(0.05)
+                    _saved(stack, keys + length // 32)
                     stored.append(_measure(stack, prompt, "prefill-1", "external_kv_transfer"))
                     own.append(_measure(stack, prompt, "prefill-0", "local_cache_hit"))
                 name = "computed in the same run"

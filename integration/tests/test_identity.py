@@ -72,6 +72,16 @@ def test_a_damaged_record_or_no_disk_costs_only_time(tmp_path: Path, monkeypatch
     assert weights_identity(model) == first
 
 
+def test_a_disk_without_locks_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*args: object) -> None:
+        raise OSError(37, "No locks available")
+
+    model = _model(tmp_path / "m", a=b"one")
+    first = weights_identity(model)
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    assert weights_identity(model) == first
+
+
 def test_processes_at_once_agree(tmp_path: Path) -> None:
     model = _model(tmp_path / "m", a=os.urandom(1 << 20), b=os.urandom(1 << 20))
     script = (
@@ -84,14 +94,27 @@ def test_processes_at_once_agree(tmp_path: Path) -> None:
 def test_a_revision_of_the_hub_names_itself(tmp_path: Path) -> None:
     revision = hashlib.sha1(b"x").hexdigest()
     folder = _model(tmp_path / "models--a--b" / "snapshots" / revision, a=b"one")
-    assert weights_identity(folder) == f"hub:{revision}"
+    (tmp_path / "link").symlink_to(folder)
+    assert weights_identity(folder) == weights_identity(tmp_path / "link") == f"hub:{revision}"
 
 
 def test_no_weights_and_no_folder_are_named(tmp_path: Path) -> None:
-    with pytest.raises(StackError, match=r"/m: no weights there \(\.safetensors"):
+    with pytest.raises(StackError, match=r"/m: no weights there \(\*\.safetensors"):
         weights_identity(_model(tmp_path / "m"))
-    with pytest.raises(StackError, match="nowhere: the weights cannot be read"):
+    with pytest.raises(StackError, match="nowhere: no such folder"):
         weights_identity(tmp_path / "nowhere")
+
+
+def test_what_an_engine_does_not_load_makes_no_difference(tmp_path: Path) -> None:
+    first, second, third = (_model(tmp_path / name / "m", a=b"one") for name in "xyz")
+    (second / "training_args.bin").write_bytes(b"t")
+    (second / "pytorch_model.bin").write_bytes(b"the same weights in another form")
+    assert weights_identity(first) == weights_identity(second)
+    (third / "a.safetensors").rename(third / "pytorch_model.bin")
+    (third / "optimizer.pt").write_bytes(b"o")
+    other = weights_identity(third)
+    (third / "optimizer.pt").unlink()
+    assert weights_identity(third) == other != weights_identity(first)
 
 
 BASE = Identity("sha256:" + "ab" * 32, "bfloat16", "LBNHC", {"vllm": "0.31.0", "groups": [["l.0"], "spec"]})

@@ -309,10 +309,23 @@ def test_component_starts_after_what_it_needs(stack: Stack, modules: Path) -> No
     for pid in victims:
         os.kill(pid or 0, signal.SIGKILL)
     until(lambda: all(stack.state.components[name].restarts == 1 for name in ("store", "prefill")), 30, "it is noticed")
+    until(
+        lambda: "waits for store" in (stack.state.components["prefill"].reason or ""), 30, "it says what it waits for"
+    )
     until(stack.ready, 60, "both are back")
     said = stack.command("logs", "launcher").stdout.splitlines()
     ready = max(i for i, line in enumerate(said) if "store: ready" in line)
     assert ready < max(i for i, line in enumerate(said) if "prefill: starting" in line)
+
+
+def test_tier_that_fails_at_the_start_names_the_way_round(stack: Stack, modules: Path) -> None:
+    _with_store(stack, modules)
+    (modules / "slow_store.py").write_text("raise SystemExit('no memory for a store')")
+    failed = stack.up(check=False)
+    assert failed.returncode == 1
+    assert "store exited with status 1" in failed.stderr
+    assert "no memory for a store" in failed.stderr
+    assert "--no-mooncake" in failed.stderr
 
 
 def test_no_mooncake_leaves_the_tier_out(stack: Stack, modules: Path) -> None:

@@ -117,6 +117,14 @@ def test_overlay_is_merged_key_by_key(tmp_path: Path) -> None:
     assert json.loads(rendered.files["a.json"]) == {"at": "9000", "all": 1}
 
 
+def test_what_is_put_into_json_may_hold_any_character(tmp_path: Path) -> None:
+    text = MINIMAL + "    args: {x: {at: ['${model}']}}\nfiles: {a.json: {at: '${model}', 'on': true}}\n"
+    names = {**NAMES, "model": 'a "b" \\c'}
+    rendered = profiles.render(profiles.load(_file(tmp_path, text)), names, [])
+    assert json.loads(rendered.processes[0].args[1]) == {"at": ['a "b" \\c']}
+    assert json.loads(rendered.files["a.json"]) == {"at": 'a "b" \\c', "on": True}
+
+
 def test_flags_pass_through(tmp_path: Path) -> None:
     text = MINIMAL + (
         "    args: {switch: true, dropped: false, number: 3, word: 'a b', json: {a: [1, true]}, at: '${port}',\n"

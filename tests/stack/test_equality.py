@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from serving_stack.model import prompt_tokens
-from serving_stack.profile import load
 from serving_stack.state import free_ports
-from support.processes import Process
 from support.stack import Stack
 
 #: Tokens per answer.
@@ -30,36 +25,23 @@ def block(stack: Stack) -> int:
 
 
 @pytest.fixture(scope="module")
-def aggregated(stack: Stack, block: int) -> Iterator[str]:
-    """One vLLM worker alone, the same model, cache and block size; yields its address."""
-    (port,) = free_ports(1, above=stack.port + 100)
-    environment = {name: str(value) for name, value in load("cpu").environment.items() if "${" not in str(value)}
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
-        *("--model", stack.state.model, "--served-model-name", "alone", "--max-model-len", "8192"),
-        *("--block-size", str(block), "--enforce-eager"),
-    ]
-    url = f"http://127.0.0.1:{port}"
-    with Process(command, name="aggregated", ready=f"{url}/health", deadline_s=240, env={**os.environ, **environment}):
-        yield url
+def aggregated(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The profile with one worker that prefills and decodes, the same model and block size."""
+    one = Stack(tmp_path_factory.mktemp("aggregated"), free_ports(1, above=stack.port + 100)[0], "cpu-agg")
+    try:
+        one.up()
+        yield one
+    finally:
+        one.command("down", check=False)
 
 
 @pytest.mark.parametrize("length", ["1", "B-1", "B", "B+1", "1000", "6000"])
-def test_disaggregated_equals_aggregated(stack: Stack, aggregated: str, block: int, length: str) -> None:
+def test_disaggregated_equals_aggregated(stack: Stack, aggregated: Stack, block: int, length: str) -> None:
     count = {"B-1": block - 1, "B": block, "B+1": block + 1}.get(length) or int(length)
     prompt = prompt_tokens(count)
     assert len(prompt) == count
-    body = {
-        "model": "alone",
-        "prompt": prompt,
-        "max_tokens": ANSWER,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    alone = httpx.post(f"{aggregated}/v1/completions", json=body, timeout=120)
-    assert alone.status_code == 200, alone.text
-    expected = alone.json()["choices"][0]["token_ids"]
+    alone = aggregated.complete(prompt, max_tokens=ANSWER)
+    expected = alone["nvext"]["completion_token_ids"]
     assert len(expected) == ANSWER
     assert len(set(expected)) > ANSWER // 3, f"the answer loops, so equality shows little: {expected}"
     answer = stack.complete(prompt, max_tokens=ANSWER)

@@ -122,6 +122,7 @@ def _machine(profile: profiles.Profile) -> Iterator[Finding]:
     yield Finding(
         "ok" if cores >= 2 else "FAIL", f"cores: {cores:g} usable", "" if cores >= 2 else "give the process 2 cores"
     )
+    profile = profile if tier_lacks(profile, "") else profiles.with_mooncake(profile)
     engines = sum(one.count for one in profile.components.values() if one.module == "dynamo.vllm")
     others = sum(one.count for one in profile.components.values() if one.module != "dynamo.vllm")
     need = engines * WORKER_BYTES + others * LIGHT_BYTES

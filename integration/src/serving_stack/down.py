@@ -9,7 +9,7 @@ import contextlib
 import psutil
 
 from .errors import StackError
-from .launcher import GRACE
+from .launcher import LONGEST_END
 from .state import Run, end, gone, listener
 
 
@@ -30,7 +30,7 @@ def take_down(run: Run, ask: bool = True) -> int:
         if ask and launcher.pid == state.session:
             with contextlib.suppress(psutil.Error):
                 launcher.terminate()
-            gone([launcher], 2 * GRACE + 10)
+            gone([launcher], LONGEST_END)
     end(run.members(state), grace=2.0)
     return len(members)
 

@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -29,8 +30,12 @@ from typing import Any
 from .errors import StackError
 from .state import home
 
-#: Files that hold weights.
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+#: Files that hold weights, in the order engines look for them: what comes first is taken, the rest left alone.
+WEIGHTS = (("*.safetensors",), ("*.bin", "*.pt", "*.pth"), ("*.gguf",))
+#: What a trainer leaves beside them.
+NO_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|rng_state).*\.(bin|pt|pth)")
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,19 +63,18 @@ class Identity:
 def weights_identity(folder: Path) -> str:
     """Return `hub:REVISION` or `sha256:DIGEST` of the weights in `folder`.
 
-    Contents are read in parallel, once: the result is kept under the state directory until a file's inode, size or
-    time of change differs. Processes that ask at the same time wait for the first.
+    Contents are read in parallel, and once where the state directory can be written: the result is kept there until a
+    file's inode, size or time of change differs. Processes that ask at the same time wait for the first.
 
     Raises:
         StackError: no weights there, or a file cannot be read.
     """
-    # The Hub's cache holds one folder per revision, of links to files named by their content.
-    if re.fullmatch(r"[0-9a-f]{40}", folder.name) and folder.parent.name == "snapshots":
-        return f"hub:{folder.name}"
     try:
-        files = sorted(file for file in folder.iterdir() if file.suffix in WEIGHTS)
-        if not files:
-            raise StackError(f"{folder}: no weights there ({', '.join(WEIGHTS)})")
+        folder = folder.resolve()
+        # The Hub's cache holds one folder per revision, of links to files named by their content.
+        if re.fullmatch(r"[0-9a-f]{40}", folder.name) and folder.parent.name == "snapshots":
+            return f"hub:{folder.name}"
+        files = _files(folder)
         stats = [os.stat(file) for file in files]
         state = [
             [file.name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
@@ -78,13 +82,25 @@ def weights_identity(folder: Path) -> str:
         ]
         with _record(folder) as record:
             if record.get("state") != state:
-                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                size = sum(stat.st_size for stat in stats)
+                _logger.info("%s: reading %.1f GiB of weights for their identity", folder, size / (1 << 30))
+                with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                     digests = list(pool.map(_digest, files))
                 content = [[file.name, digest] for file, digest in zip(files, digests, strict=True)]
                 record.update(state=state, digest=hashlib.sha256(json.dumps(content).encode()).hexdigest())
             return f"sha256:{record['digest']}"
     except OSError as error:
         raise StackError(f"{folder}: the weights cannot be read: {error}") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise StackError(f"{folder}: no such folder, so no weights to tell apart")
+    for patterns in WEIGHTS:
+        found = [file for pattern in patterns for file in folder.glob(pattern) if not NO_WEIGHTS.fullmatch(file.name)]
+        if found:
+            return sorted(found)
+    raise StackError(f"{folder}: no weights there ({', '.join(one for patterns in WEIGHTS for one in patterns)})")
 
 
 def _digest(file: Path) -> str:
@@ -97,20 +113,21 @@ def _digest(file: Path) -> str:
 
 @contextlib.contextmanager
 def _record(folder: Path) -> Iterator[dict[str, Any]]:
-    """Lend what is remembered of a folder, locked, and write back what was made of it; without a disk, forget it."""
+    """Lend what is remembered of a folder, locked, and write back what was made of it; where that cannot be, forget."""
     record: dict[str, Any] = {}
-    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
-    try:
-        (home() / "weights").mkdir(parents=True, exist_ok=True)
-        file = (home() / "weights" / f"{name}.json").open("a+", encoding="utf-8")
-    except OSError:
-        yield record
-        return
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        with contextlib.suppress(ValueError):  # a write that was killed half way
-            record.update(json.load(file))
+    with contextlib.ExitStack() as stack:
+        try:
+            (home() / "weights").mkdir(parents=True, exist_ok=True)
+            name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]
+            file = stack.enter_context((home() / "weights" / f"{name}.json").open("a+", encoding="utf-8"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            with contextlib.suppress(ValueError):  # a write that was killed half way
+                record.update(json.load(file))
+        except (OSError, RuntimeError, StackError) as error:  # no disk, no locks on it, no home
+            _logger.info("nothing is remembered of %s: %s", folder, error)
+            yield record
+            return
         known = dict(record)
         yield record
         if record != known:

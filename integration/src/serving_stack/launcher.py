@@ -44,6 +44,8 @@ LOST_AFTER = 8.0
 SILENT_AFTER = 20.0
 #: Seconds a process gets to end by itself.
 GRACE = 8.0
+#: Within this the launcher has ended every process, seconds: three stages, and what a kill takes.
+LONGEST_END = 3 * GRACE + 10
 #: Longest pause before a restart, seconds.
 LONGEST_PAUSE = 30.0
 
@@ -60,6 +62,8 @@ class Plan(BaseModel):
     transfers_kv: bool
     processes: list[Process]
     files: dict[str, str] = {}
+    #: Components that `up --no-mooncake` leaves out.
+    tier: list[str] = []
 
 
 def metric(text: str, name: str) -> float:
@@ -213,9 +217,8 @@ class Launcher:
         for child in self.children:
             state = child.state
             if child.popen is None:
-                if now >= child.next_start and self.may_start(child):
-                    self.say(f"{child.process.name}: starting")
-                    child.start()
+                if now >= child.next_start:
+                    self.start(child)
                 continue
             status = child.popen.poll()
             if status is not None:
@@ -247,9 +250,18 @@ class Launcher:
             elif self.state.phase == "ready" and now - child.started > self.plan.ready_seconds:
                 self.bring_back(child, f"was not ready within {self.plan.ready_seconds} s")
 
-    def may_start(self, child: _Child) -> bool:
-        """Return whether everything this component comes after is ready."""
-        return all(other.state.state == "ready" for other in self.children if other.process.name in child.process.after)
+    def start(self, child: _Child) -> None:
+        """Start a component, or note what it waits for."""
+        states = {other.process.name: other.state.state for other in self.children}
+        late = [name for name in child.process.after if states[name] != "ready"]
+        if late and child.state.state == "restarting":
+            child.state.reason = f"{child.state.reason}; waits for {', '.join(late)}"
+            self.say(f"{child.process.name}: waits for {', '.join(late)}")
+        if late:
+            child.state.state = "waiting"
+            return
+        self.say(f"{child.process.name}: starting")
+        child.start()
 
     def bring_back(self, child: _Child, reason: str) -> None:
         """End what is left of a component and plan its next start; during the first start, fail instead."""

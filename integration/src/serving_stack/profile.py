@@ -246,7 +246,9 @@ class _Template(string.Template):
 
 
 def _fill(value: Value, names: dict[str, str], where: str) -> str:
-    text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+    if isinstance(value, (dict, list)):
+        return json.dumps(_filled(value, names, where))
+    text = str(value)
     try:
         return _Template(text).substitute(names)
     except KeyError as error:
@@ -254,6 +256,15 @@ def _fill(value: Value, names: dict[str, str], where: str) -> str:
         raise StackError(f"{where}: unknown placeholder ${{{error.args[0]}}} (known here: {known})") from error
     except ValueError as error:
         raise StackError(f"{where}: {text!r}: {error}; a literal dollar sign is written $$") from error
+
+
+def _filled(value: Any, names: dict[str, str], where: str) -> Any:
+    """Fill the strings within a JSON value: what is put in may hold any character."""
+    if isinstance(value, dict):
+        return {key: _filled(one, names, where) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_filled(one, names, where) for one in value]
+    return _fill(value, names, where) if isinstance(value, str) else value
 
 
 def _instances(profile: Profile, kind: str) -> list[str]:

@@ -19,7 +19,7 @@ from . import profile as profiles
 from .doctor import tier_lacks
 from .down import take_down
 from .errors import StackError
-from .launcher import GRACE, Plan
+from .launcher import LONGEST_END, Plan
 from .state import HOME_VARIABLE, MARK, ComponentState, Run, RunState, check_port, free_ports, home, listener
 
 
@@ -46,23 +46,28 @@ def _model(given: str | None) -> Path:
     return path
 
 
-def _profile(args: argparse.Namespace) -> profiles.Profile:
-    """Return the profile as the command line wants it, with its second tier unless that is unwanted or cannot be."""
+def _profile(args: argparse.Namespace) -> tuple[profiles.Profile, list[str]]:
+    """Return the profile as the command line wants it, and the components of its second tier.
+
+    The tier is left out if it is unwanted or cannot be.
+    """
     profile = profiles.load(args.profile)
+    tier: list[str] = []
     if args.no_mooncake:
         if profile.mooncake is None:
             raise StackError(f"--no-mooncake: profile {args.profile} has no Mooncake tier")
     elif lacking := tier_lacks(profile, args.profile):
         for what, cure in lacking:
             print(f"no second cache tier (Mooncake): {what}. Cure: {cure}", flush=True)
-    else:
+    elif profile.mooncake is not None:
+        tier = [name for name in profile.mooncake.components if name not in profile.components]
         profile = profiles.with_mooncake(profile)
-    return profiles.with_counts(profile, {"prefill": args.prefill, "decode": args.decode})
+    return profiles.with_counts(profile, {"prefill": args.prefill, "decode": args.decode}), tier
 
 
 def _plan(args: argparse.Namespace, run: Run) -> Plan:
     check_port(args.port)
-    profile = _profile(args)
+    profile, tier = _profile(args)
     if profile.requires_patches:
         from .patches import missing
 
@@ -93,6 +98,7 @@ def _plan(args: argparse.Namespace, run: Run) -> Plan:
         transfers_kv=profile.transfers_kv,
         processes=rendered.processes,
         files=rendered.files,
+        tier=tier,
     )
 
 
@@ -145,7 +151,11 @@ def _follow(run: Run, plan: Plan, launcher: subprocess.Popen[bytes]) -> RunState
                 show("warm-up", state.warm_up or "answered")
                 return state
             if state.phase == "failed":
-                raise StackError(state.reason or "the launcher failed")
+                tier = any(
+                    component.state == "failed" and name in plan.tier for name, component in state.components.items()
+                )
+                hint = "\nserving-stack up --no-mooncake leaves the second cache tier out" if tier else ""
+                raise StackError((state.reason or "the launcher failed") + hint)
             if state.phase == "starting" and all(one.state == "ready" for one in state.components.values()):
                 show("warm-up", "sending a request")
         if launcher.poll() is not None:
@@ -171,7 +181,7 @@ def _start(args: argparse.Namespace, place: Run) -> RunState:
             print("interrupted: ending every process", file=sys.stderr)
         launcher.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            launcher.wait(2 * GRACE + 10)
+            launcher.wait(LONGEST_END)
         state = place.read()
         if state is not None and state.run_id == plan.run_id:
             take_down(place, ask=False)
