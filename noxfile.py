@@ -47,7 +47,8 @@ def _stack(session: nox.Session) -> Path:
     if not (commands / "pip").exists():
         session.run(sys.executable, "-m", "venv", str(ROOT / STACK))
     quiet = ("-q", "--disable-pip-version-check")
-    session.run(python, "-m", "pip", "install", *quiet, "-e", "integration", "pytest>=8", "pytest-timeout>=2.3")
+    ours = ("-e", "integration", "-e", "packages/vllm-blhnc-layout")
+    session.run(python, "-m", "pip", "install", *quiet, *ours, "pytest>=8", "pytest-timeout>=2.3")
     session.run(str(commands / "serving-stack"), "install", "--profile", "cpu")
     return commands
 

@@ -67,8 +67,8 @@ def test_version_is_the_one_in_the_metadata(name: str, plugin: ModuleType) -> No
 
 
 def test_planned_means_that_nothing_is_registered(name: str) -> None:
-    planned = "**Status: planned.**" in (PACKAGES / name / "README.md").read_text(encoding="utf-8")
-    assert planned == (list(importlib.metadata.distribution(name).entry_points) == [])
+    if "**Status: planned.**" in (PACKAGES / name / "README.md").read_text(encoding="utf-8"):
+        assert not list(importlib.metadata.distribution(name).entry_points)
 
 
 def test_extras_and_supported_ranges_agree(name: str, plugin: ModuleType) -> None:

@@ -28,3 +28,10 @@ def check() -> None:
         if not SpecifierSet(supported).contains(installed, prereleases=True):
             message = f"{__package__} supports {name} {supported}, but {name} {installed} is installed"
             raise UnsupportedUpstreamError(message)
+
+
+def cpu_mla_reads_strides() -> bool:
+    """Return whether vLLM's MLA backends for CPUs read a cache by its strides: our patch vllm/cpu-mla-block-outer."""
+    from vllm.v1.attention.backends.mla import amx_mla
+
+    return hasattr(amx_mla, "_flat_rows")

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the pull and the push connector share: one region per block row, pairs in order, and an agreement on the row."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from . import _layout, _rows
+from ._compat import check
+from ._identity import Agreement
+from ._pairs import ordered
+from ._stats import RowPromMetrics, RowStats
+
+check()
+
+logger = init_logger(f"vllm.{__name__}")  # under vLLM's own root, which has the handlers
+
+
+class Poster:
+    """NIXL's agent, to whom pairs of descriptors are handed in order."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+        #: The most pairs in one descriptor, if there is a limit.
+        self.longest: int | None = None
+        #: Padding of a pair, bytes.
+        self.padding = 0
+        self.stats = RowStats()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent, name)
+
+    def make_prepped_xfer(
+        self, operation: str, local_side: int, local: Any, remote_side: int, remote: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the agent's."""
+        local, remote, runs, _ = ordered(np.asarray(local), np.asarray(remote), self.longest)
+        handle = self._agent.make_prepped_xfer(operation, local_side, local, remote_side, remote, *args, **kwargs)
+        self.stats.record_posted(len(local), runs, self.padding * len(local))
+        return handle
+
+
+class RowWorker:
+    """Mixed into vLLM's worker: registers the pool's block rows where it has some."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)  # type: ignore[call-arg]
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._longest_bytes: int | None = extra.get("max_descriptor_bytes")
+        if self._longest_bytes is not None and (type(self._longest_bytes) is not int or self._longest_bytes < 1):
+            raise ValueError(
+                f"max_descriptor_bytes {self._longest_bytes!r} in kv_connector_extra_config: bytes, above 0"
+            )
+        self._weights: str | None = extra.get("weights_identity")
+        self.nixl_wrapper = Poster(self.nixl_wrapper)  # type: ignore[has-type]
+        self.xfer_stats = self.nixl_wrapper.stats
+
+    def _find_rows(self, caches: dict[str, torch.Tensor]) -> _rows.Rows:
+        """Return the pool's rows; raise `NoRows` where a page is not what moves, whatever the layout."""
+        if _layout.fallback(self.vllm_config):  # type: ignore[attr-defined]
+            raise _rows.NoRows("fallback per-layer")
+        layout = self.kv_cache_layout  # type: ignore[attr-defined]
+        if not self._has_packed_cache:  # type: ignore[attr-defined]
+            raise _rows.NoRows(f"layout {layout} puts no layers side by side (VLLM_KV_CACHE_LAYOUT=BLHNC does)")
+        reasons = {
+            "caches other than MLA": not self.use_mla or self._has_mamba,  # type: ignore[attr-defined]
+            "a host buffer": self.use_host_buffer,  # type: ignore[attr-defined]
+            "several groups of layers": len(self.kv_cache_config.transfer_groups) != 1,  # type: ignore[attr-defined]
+            "pipeline parallelism": self.pp_size > 1,  # type: ignore[attr-defined]
+            "context parallelism": self.dcp_size > 1 or self.pcp_size > 1,  # type: ignore[attr-defined]
+            "blocks that the kernel splits": self._physical_blocks_per_logical_kv_block != 1,  # type: ignore[attr-defined]
+        }
+        found = [reason for reason, given in reasons.items() if given]
+        if found:
+            raise _rows.NoRows(f"not with {' and '.join(found)}")
+        rows = _rows.find(caches, self.num_blocks)  # type: ignore[attr-defined]
+        row_bytes = max(page for _, _, page in rows.pages) // self.block_size  # type: ignore[attr-defined]
+        names = [backend.get_name() for backend in self.attn_backends]  # type: ignore[attr-defined]
+        _layout.check_step(rows, row_bytes, names)
+        return rows
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register the block rows of the pool, or, where it has none, what vLLM registers."""
+        register = super().register_kv_caches  # type: ignore[misc]
+        try:
+            rows = self._find_rows(kv_caches)
+        except _rows.NoRows as reason:
+            logger.info("KV moves layer by layer, as in stock vLLM: %s", reason)
+            register(kv_caches)
+            return
+        if self._registers_rows:
+            register(kv_caches)
+            logger.info("stock vLLM registers block rows for this transfer mode: nothing to do but agree on them")
+        else:
+            register({next(iter(kv_caches)): _rows.view(kv_caches, rows)})
+            self.device_kv_caches = kv_caches
+        regions = self.num_regions  # type: ignore[attr-defined]
+        if regions != 1:
+            raise RuntimeError(f"{regions} regions were registered for block rows, not 1: this vLLM is not one we know")
+        self.nixl_wrapper.padding = rows.stride - rows.payload
+        if self._longest_bytes is not None:
+            self.nixl_wrapper.longest = max(1, self._longest_bytes // rows.stride)
+        self._agree(rows)
+        logger.info(
+            "KV moves by block rows: %d rows of %d bytes, %d of them padding, %d layers",
+            *(rows.blocks, rows.stride, rows.stride - rows.payload, len(rows.pages)),
+        )
+
+    #: Whether vLLM's own worker registers block rows.
+    _registers_rows: ClassVar[bool] = False
+
+    def _agree(self, rows: _rows.Rows) -> None:
+        cache = self.vllm_config.cache_config  # type: ignore[attr-defined]
+        facts = {
+            "form": "rows",
+            "stride": rows.stride,
+            "pages": [list(page) for page in rows.pages],
+            "block size": self.block_size,  # type: ignore[attr-defined]
+            "cache dtype": str(self.model_config.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),  # type: ignore[attr-defined]
+            "layout": self.kv_cache_layout,  # type: ignore[attr-defined]
+            "weights": self._weights,
+        }
+        agreement = Agreement.of(str(self.compat_hash), facts)  # type: ignore[has-type]
+        self.compat_hash = agreement
+        self.xfer_handshake_metadata = NixlHandshakePayload(
+            compatibility_hash=str.__str__(agreement),
+            agent_metadata_bytes=self.xfer_handshake_metadata.agent_metadata_bytes,  # type: ignore[has-type]
+        )
+
+
+class RowConnector(NixlBaseConnector):  # type: ignore[misc]
+    """Mixed into vLLM's connector: its worker is ours."""
+
+    #: The worker to make.
+    worker_class: ClassVar[type[Any]]
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        if role != KVConnectorRole.WORKER:
+            super().__init__(vllm_config, role, kv_cache_config)
+            return
+        NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
+        self.connector_worker = self.worker_class(vllm_config, self.engine_id, kv_cache_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Ask for block rows where they are valid; vLLM does not ask where VLLM_KV_CACHE_LAYOUT is set."""
+        if vllm_config.model_config is None:
+            return None
+        backends = sorted(backend.get_name() for backend in get_current_attn_backends(vllm_config))
+        layout, reason = _layout.preferred(vllm_config, backends)
+        logger.info_once("KV cache layout: %s (%s)", layout or "as stock vLLM chooses", reason)
+        if layout is not None:
+            return layout
+        stock: str | None = super().get_required_kvcache_layout(vllm_config)
+        return stock
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Return statistics of our kind."""
+        return RowStats(data=data) if data is not None else RowStats()
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
+        """Return metrics of our kind."""
+        return RowPromMetrics(*args, **kwargs)
