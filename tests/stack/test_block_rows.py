@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -87,6 +90,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory, stack: Stack) -> Iterator[Sta
     ]
     for connector in nixl:
         connector["kv_connector_module_path"] = "vllm_blhnc_layout.pull"
+    # Small pools, so that blocks are recycled and requests preempted.
+    profile["components"]["decode"]["args"]["num-gpu-blocks-override"] = 288
+    profile["mooncake"]["components"]["prefill"]["args"]["num-gpu-blocks-override"] = 320
     (folder / "rows.yaml").write_text(yaml.safe_dump(profile, sort_keys=False))
     one = Stack(folder, free_ports(1, above=stack.port + 200)[0], str(folder / "rows.yaml"))
     try:
@@ -128,24 +134,93 @@ def test_the_layout_is_chosen_and_the_rows_are_named_in_the_log(rows: Stack) -> 
         assert "KV moves by block rows" in text
 
 
-def test_a_stock_peer_is_refused_by_what_differs(rows: Stack, stack: Stack) -> None:
-    """The handshake of a real stock worker, answered over the wire, compared with that of a real worker of ours."""
+def handshake(one: Stack, component: str) -> Any:
+    """Ask a worker what it answers to a peer's handshake."""
     import msgspec
     import zmq
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG, NixlHandshakePayload
 
+    port = one.state.components[component].ports["nixl_port"]
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send(msgspec.msgpack.encode((GET_META_MSG, 0, 0)))
+        frames = socket.recv_multipart()
+    return msgspec.msgpack.decode(frames[0], type=NixlHandshakePayload)
+
+
+def test_a_stock_peer_is_refused_by_what_differs(rows: Stack, stack: Stack) -> None:
+    """The handshake of a real stock worker, over the wire, compared with that of a real worker of ours."""
     from vllm_blhnc_layout._identity import differences
 
-    def handshake(one: Stack) -> str:
-        port = one.state.components["prefill"].ports["nixl_port"]
-        with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-            socket.setsockopt(zmq.RCVTIMEO, 20_000)
-            socket.connect(f"tcp://127.0.0.1:{port}")
-            socket.send(msgspec.msgpack.encode((b"get_meta_msg", 0, 0)))
-            frames = socket.recv_multipart()
-        payload = msgspec.msgpack.decode(frames[0], type=NixlHandshakePayload)
-        return str(payload.compatibility_hash)
-
-    ours, theirs = handshake(rows), handshake(stack)
+    ours, theirs = (str(handshake(one, "prefill").compatibility_hash) for one in (rows, stack))
     assert differences(ours, ours) == []
     assert differences(ours, theirs) == ["the peer moves pages of layers, the other moves rows of blocks"]
+    assert str(handshake(rows, "decode").compatibility_hash) == ours
+
+
+def pool_of(one: Stack, component: str) -> Any:
+    """Read a worker's whole pool out of its memory, as `[blocks, stride]` of bytes: the connector has no part in it."""
+    import msgspec
+    import numpy as np
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+
+    told = msgspec.msgpack.decode(handshake(one, component).agent_metadata_bytes, type=NixlAgentMetadata)
+    (base,), (stride,) = told.kv_caches_base_addr, told.block_strides
+    leader = psutil.Process(one.state.components[component].pid)
+    (worker,) = (child for child in leader.children(recursive=True) if "Worker" in " ".join(child.cmdline()))
+    with open(f"/proc/{worker.pid}/mem", "rb", buffering=0) as memory:
+        memory.seek(base)
+        content = memory.read(told.num_blocks * stride)
+    return np.frombuffer(content, dtype=np.uint8).reshape(told.num_blocks, stride)
+
+
+def test_every_layer_of_every_block_is_equal_at_both_ends(rows: Stack) -> None:
+    prompt = prompt_tokens(1000)[5:]
+    before = {component: pool_of(rows, component) for component in ("prefill", "decode")}
+    rows.complete(prompt, max_tokens=1)
+    written = {}
+    for component, old in before.items():
+        new = pool_of(rows, component)
+        changed = (new != old).any(axis=1).nonzero()[0]
+        written[component] = {new[block].tobytes() for block in changed}
+    full = len(prompt) // 32
+    assert full <= len(written["prefill"]) <= full + 1
+    # The last block is not full, and the decode worker goes on in it.
+    both = written["prefill"] & written["decode"]
+    assert len(both) >= full
+    pages = 4
+    for row in both:
+        quarter = len(row) // pages
+        assert len({row[at : at + quarter] for at in range(0, len(row), quarter)}) == pages, "layers hold the same"
+
+
+def test_fifty_prompts_of_mixed_length_and_shared_prefixes_answer_the_same(rows: Stack, stack: Stack) -> None:
+    draw = random.Random(4)
+    prompts: list[list[int]] = []
+    for number in range(50):
+        if prompts and number % 2:
+            prompts.append(draw.choice(prompts) + prompt_tokens(draw.randrange(1, 90)))
+        else:
+            prompts.append(prompt_tokens(draw.randrange(1, 500)))
+    cached = rows.sources("prefill")["local_cache_hit"]
+    with ThreadPoolExecutor(2) as both:
+        for prompt in prompts:
+            asked = [both.submit(one.complete, prompt, 8) for one in (rows, stack)]
+            ours, theirs = (answer.result()["nvext"]["completion_token_ids"] for answer in asked)
+            assert ours == theirs, f"{len(prompt)} tokens"
+    assert rows.sources("prefill")["local_cache_hit"] > cached
+
+
+def test_preemption_changes_no_answer(rows: Stack) -> None:
+    """More is generated at once than the decode worker's pool holds: some requests lose their blocks and come back."""
+    prompt = prompt_tokens(1000)
+    expected = rows.complete(prompt)["nvext"]["completion_token_ids"]
+    before = rows.metric("decode", "vllm:num_preemptions_total")
+    with ThreadPoolExecutor(9) as pool:
+        crowd = [pool.submit(rows.complete, prompt_tokens(900 + number), 400) for number in range(8)]
+        answer = pool.submit(rows.complete, prompt, 24).result()["nvext"]["completion_token_ids"]
+        assert all(len(one.result()["nvext"]["completion_token_ids"]) == 400 for one in crowd)
+    assert rows.metric("decode", "vllm:num_preemptions_total") > before, "nothing was preempted"
+    assert answer == expected
+    assert rows.complete(prompt)["nvext"]["completion_token_ids"] == expected
