@@ -283,10 +283,10 @@ class Launcher:
         self.say(f"{child.process.name}: {reason}; starting it again in {pause:.0f} s")
 
     def transferred(self) -> tuple[float, float]:
-        """Return the descriptors and bytes that the decode workers have pulled through NIXL so far."""
+        """Return the descriptors and bytes that went through NIXL so far, as counted by the end that moves them."""
         descriptors = moved = 0.0
         for child in self.children:
-            if child.process.worker == "decode" and "system_port" in child.process.ports:
+            if child.process.worker is not None and "system_port" in child.process.ports:
                 address = f"http://127.0.0.1:{child.process.ports['system_port']}/metrics"
                 with contextlib.suppress(httpx.HTTPError):
                     text = self.http.get(address).text

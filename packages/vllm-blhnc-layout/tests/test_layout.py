@@ -22,7 +22,7 @@ def config(**changes: Any) -> Any:
     """Make what is read of vLLM's configuration."""
     parallel = {"pipeline_parallel_size": 1, "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
     transfer = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {}}
-    model = {"use_mla": True}
+    model = {"use_mla": True, "is_hybrid": False}
     for part in (parallel, transfer, model):
         part.update({key: value for key, value in changes.items() if key in part})
     return SimpleNamespace(
@@ -34,9 +34,9 @@ def config(**changes: Any) -> Any:
 
 def test_asked_for_on_a_cpu_with_our_patch_alone(patched: Callable[[bool], None]) -> None:
     patched(True)
-    assert _layout.preferred(config(), ["AMX_MLA"]) == ("BLHNC", "attention backend AMX_MLA")
+    assert _layout.preferred(config(), lambda: ["AMX_MLA"]) == ("BLHNC", "attention backend AMX_MLA")
     patched(False)
-    layout, reason = _layout.preferred(config(), ["AMX_MLA"])
+    layout, reason = _layout.preferred(config(), lambda: ["AMX_MLA"])
     assert layout is None
     assert "vllm/cpu-mla-block-outer" in reason
 
@@ -46,6 +46,7 @@ def test_asked_for_on_a_cpu_with_our_patch_alone(patched: Callable[[bool], None]
     [
         ({"use_mla": False}, "AMX_MLA", "no MLA cache"),
         ({"pipeline_parallel_size": 2}, "AMX_MLA", "pipeline parallelism"),
+        ({"is_hybrid": True}, "AMX_MLA", "hybrid"),
         ({"decode_context_parallel_size": 2}, "AMX_MLA", "context parallelism"),
         ({"prefill_context_parallel_size": 2}, "AMX_MLA", "context parallelism"),
         ({"kv_buffer_device": "cpu"}, "FLASHMLA_SPARSE", "host buffer"),
@@ -58,7 +59,7 @@ def test_not_asked_for_and_the_reason(
     patched: Callable[[bool], None], changes: dict[str, Any], backend: str, said: str
 ) -> None:
     patched(True)
-    layout, reason = _layout.preferred(config(**changes), [backend])
+    layout, reason = _layout.preferred(config(**changes), lambda: [backend])
     assert layout is None
     assert said in reason
 
@@ -78,6 +79,19 @@ def test_a_step_that_a_kernel_cannot_address_is_refused_with_the_numbers() -> No
     _layout.check_step(rows(64 * 576 + 64 * 132), 576, ["CPU_MLA"])
     said = r"multiple of 36864 bytes apart \(64 rows of 576\), they are 55296"
     with pytest.raises(_layout.InvalidLayout, match=said):
-        _layout.check_step(rows(96 * 576), 576, ["FLASHINFER_MLA_SPARSE", "FLASHMLA_SPARSE"])
+        _layout.check_step(rows(96 * 576), 576, ["FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120"])
     with pytest.raises(_layout.InvalidLayout, match="AMX_MLA needs blocks a multiple of 576"):
         _layout.check_step(rows(64 * 576 + 64 * 132), 576, ["AMX_MLA"])
+
+
+def test_backends_that_cannot_be_told_are_no_fault() -> None:
+    """In an engine core whose layers live in other processes vLLM picks by dtype alone, and can fail."""
+
+    def unknown() -> list[str]:
+        raise ValueError("no valid attention backend")
+
+    layout, reason = _layout.preferred(config(), unknown)
+    assert layout is None
+    assert "no valid attention backend" in reason
+    # What speaks against it without them is said without asking.
+    assert _layout.preferred(config(use_mla=False), unknown) == (None, "the model has no MLA cache")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from vllm.config import VllmConfig
@@ -12,13 +13,13 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_bac
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlHandshakePayload
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from . import _layout, _rows
 from ._compat import check
-from ._identity import Agreement
+from ._identity import Agreement, IncompatiblePeer, differences
 from ._pairs import ordered
 from ._stats import RowPromMetrics, RowStats
 
@@ -57,14 +58,17 @@ class RowWorker:
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)  # type: ignore[call-arg]
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._longest_bytes: int | None = extra.get("max_descriptor_bytes")
-        if self._longest_bytes is not None and (type(self._longest_bytes) is not int or self._longest_bytes < 1):
-            raise ValueError(
-                f"max_descriptor_bytes {self._longest_bytes!r} in kv_connector_extra_config: bytes, above 0"
-            )
+        self._limit: int | None = extra.get("max_descriptor_bytes")
+        if self._limit is not None and (type(self._limit) is not int or self._limit < 1):
+            raise ValueError(f"max_descriptor_bytes {self._limit!r} in kv_connector_extra_config: bytes, above 0")
         self._weights: str | None = extra.get("weights_identity")
+        if self._weights is not None and not (isinstance(self._weights, str) and self._weights):
+            raise ValueError(
+                f"weights_identity {self._weights!r} in kv_connector_extra_config: a text that is not empty"
+            )
         self.nixl_wrapper = Poster(self.nixl_wrapper)  # type: ignore[has-type]
         self.xfer_stats = self.nixl_wrapper.stats
+        self._facts: list[list[str]] = []
 
     def _find_rows(self, caches: dict[str, torch.Tensor]) -> _rows.Rows:
         """Return the pool's rows; raise `NoRows` where a page is not what moves, whatever the layout."""
@@ -84,33 +88,54 @@ class RowWorker:
         found = [reason for reason, given in reasons.items() if given]
         if found:
             raise _rows.NoRows(f"not with {' and '.join(found)}")
-        rows = _rows.find(caches, self.num_blocks)  # type: ignore[attr-defined]
+        specs = {}
+        for layer, spec in self._layer_specs.items():  # type: ignore[attr-defined]
+            specs[layer] = spec.kv_cache_specs[layer] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+        other = sorted(layer for layer, spec in specs.items() if not isinstance(spec, MLAAttentionSpec))
+        if other:
+            raise _rows.NoRows(f"{other[0]} has no MLA cache")
+        # A layer that shares another's cache has no specification, and no page of its own.
+        own = {layer: cache for layer, cache in caches.items() if layer in specs}
+        rows = _rows.find(own, self.num_blocks)  # type: ignore[attr-defined]
         row_bytes = max(page for _, _, page in rows.pages) // self.block_size  # type: ignore[attr-defined]
         names = [backend.get_name() for backend in self.attn_backends]  # type: ignore[attr-defined]
         _layout.check_step(rows, row_bytes, names)
         return rows
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Register the block rows of the pool, or, where it has none, what vLLM registers."""
+        """Register the block rows of the pool, or, where it has none, what vLLM registers.
+
+        Raises:
+            InvalidLayout: an attention backend cannot address these rows.
+            ValueError: `max_descriptor_bytes` is less than a row.
+            RuntimeError: vLLM registered something else than the rows.
+        """
         register = super().register_kv_caches  # type: ignore[misc]
         try:
             rows = self._find_rows(kv_caches)
         except _rows.NoRows as reason:
-            logger.info("KV moves layer by layer, as in stock vLLM: %s", reason)
             register(kv_caches)
+            if self._limit is not None:
+                self.nixl_wrapper.longest = max(1, self._limit // max(self.block_len_per_layer))  # type: ignore[attr-defined]
+            # Pages of layers that lie a row apart never merge: worse than pages that lie together.
+            loud = self._has_packed_cache and not self._registers_rows  # type: ignore[attr-defined]
+            advice = "; VLLM_KV_CACHE_LAYOUT=LBNHC would take fewer descriptors" if loud else ""
+            (logger.warning if loud else logger.info)("KV moves as in stock vLLM: %s%s", reason, advice)
             return
+        if self._limit is not None and self._limit < rows.stride:
+            raise ValueError(f"max_descriptor_bytes {self._limit} is less than a block row of {rows.stride} bytes")
         if self._registers_rows:
             register(kv_caches)
             logger.info("stock vLLM registers block rows for this transfer mode: nothing to do but agree on them")
         else:
-            register({next(iter(kv_caches)): _rows.view(kv_caches, rows)})
+            register({rows.pages[0][0]: _rows.view(kv_caches, rows)})
             self.device_kv_caches = kv_caches
-        regions = self.num_regions  # type: ignore[attr-defined]
-        if regions != 1:
-            raise RuntimeError(f"{regions} regions were registered for block rows, not 1: this vLLM is not one we know")
+        registered = list(zip(self.block_len_per_layer, self.block_stride_per_layer, strict=True))  # type: ignore[attr-defined]
+        if registered != [(rows.stride, rows.stride)]:
+            raise RuntimeError(f"one region of rows of {rows.stride} bytes was meant, vLLM registered {registered}")
         self.nixl_wrapper.padding = rows.stride - rows.payload
-        if self._longest_bytes is not None:
-            self.nixl_wrapper.longest = max(1, self._longest_bytes // rows.stride)
+        if self._limit is not None:
+            self.nixl_wrapper.longest = self._limit // rows.stride
         self._agree(rows)
         logger.info(
             "KV moves by block rows: %d rows of %d bytes, %d of them padding, %d layers",
@@ -130,13 +155,26 @@ class RowWorker:
             "cache dtype": str(self.model_config.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),  # type: ignore[attr-defined]
             "layout": self.kv_cache_layout,  # type: ignore[attr-defined]
             "weights": self._weights,
+            "revision": self.model_config.revision,  # type: ignore[attr-defined]
         }
         agreement = Agreement.of(str(self.compat_hash), facts)  # type: ignore[has-type]
         self.compat_hash = agreement
+        # Beside it in what a peer decodes: `enforce_handshake_compat: false` waives vLLM's comparison, not this one.
+        self._facts = [[agreement.facts]]
+        told = self.xfer_handshake_metadata.agent_metadata_bytes  # type: ignore[has-type]
+        metadata = msgspec.msgpack.decode(told, type=NixlAgentMetadata)
+        metadata.region_members = self._facts
         self.xfer_handshake_metadata = NixlHandshakePayload(
-            compatibility_hash=str.__str__(agreement),
-            agent_metadata_bytes=self.xfer_handshake_metadata.agent_metadata_bytes,  # type: ignore[has-type]
+            compatibility_hash=str.__str__(agreement), agent_metadata_bytes=msgspec.msgpack.encode(metadata)
         )
+
+    def _validate_remote_agent_handshake(self, nixl_agent_meta: NixlAgentMetadata, *args: Any, **kwargs: Any) -> None:
+        theirs = nixl_agent_meta.region_members
+        if self._facts and theirs != self._facts:
+            text = theirs[0][0] if theirs and theirs[0] else ""
+            said = differences(f" {self._facts[0][0]}", f" {text}" if text.startswith("{") else "")
+            raise IncompatiblePeer(f"this peer's cache cannot be read: {'; '.join(said)}")
+        super()._validate_remote_agent_handshake(nixl_agent_meta, *args, **kwargs)  # type: ignore[misc]
 
 
 class RowConnector(NixlBaseConnector):  # type: ignore[misc]
@@ -157,7 +195,10 @@ class RowConnector(NixlBaseConnector):  # type: ignore[misc]
         """Ask for block rows where they are valid; vLLM does not ask where VLLM_KV_CACHE_LAYOUT is set."""
         if vllm_config.model_config is None:
             return None
-        backends = sorted(backend.get_name() for backend in get_current_attn_backends(vllm_config))
+
+        def backends() -> list[str]:
+            return sorted(backend.get_name() for backend in get_current_attn_backends(vllm_config))
+
         layout, reason = _layout.preferred(vllm_config, backends)
         logger.info_once("KV cache layout: %s (%s)", layout or "as stock vLLM chooses", reason)
         if layout is not None:

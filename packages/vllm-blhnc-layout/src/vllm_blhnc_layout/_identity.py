@@ -22,6 +22,11 @@ class Agreement(str):
 
     __slots__ = ()
 
+    @property
+    def facts(self) -> str:
+        """What follows vLLM's own hash."""
+        return self.partition(" ")[2]
+
     @classmethod
     def of(cls, stock: str, facts: Mapping[str, Any]) -> Agreement:
         """Return the text for vLLM's own hash and our facts, which are JSON."""
@@ -57,7 +62,7 @@ def differences(ours: str, theirs: str) -> list[str]:
         elif mine != other:
             found.append(f"{key}: ours {mine!r}, theirs {other!r}")
     if our_stock != their_stock:
-        found.append("vLLM's own hash (its version, model, dtypes, attention backend)")
+        found.append("vLLM's own hash (its version, the model's name or path, dtypes, attention backend)")
     return found
 
 

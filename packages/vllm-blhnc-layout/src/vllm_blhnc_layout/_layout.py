@@ -9,7 +9,7 @@ VLLM_KV_CACHE_LAYOUT wins over all of it, and the step is looked at once the cac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,12 @@ class Entry:
 
 _UNTRIED = "not tried on a GPU"
 
-#: Attention backend, by its name in vLLM -> what is known of it on vLLM 0.31 and 0.32. Steps as the backends' own specs
-#: state them on 0.32; on 0.31 the planner does not round the step up for them, so it can turn out wrong there.
+#: Attention backend, by its name in vLLM -> what is known of it on vLLM 0.31 and 0.32. A step is stated where a kernel
+#: always needs it; some need more for some dtypes and devices, which 0.32's planner sees to by itself.
 TABLE: Mapping[str, Entry] = {
     "AMX_MLA": Entry(1),
     "CPU_MLA": Entry(0),
-    "FLASHMLA_SPARSE": Entry(64, _UNTRIED),
+    "FLASHMLA_SPARSE": Entry(1, _UNTRIED),
     "FLASHINFER_MLA_SPARSE": Entry(32, _UNTRIED),
     "FLASHINFER_MLA_SPARSE_SM120": Entry(64, _UNTRIED),
     "FLASHINFER_MLA_SPARSE_SM90": Entry(1, _UNTRIED),
@@ -63,12 +63,13 @@ def fallback(vllm_config: Any) -> bool:
     return given is not None
 
 
-def preferred(vllm_config: Any, backends: list[str]) -> tuple[str | None, str]:
+def preferred(vllm_config: Any, backends: Callable[[], list[str]]) -> tuple[str | None, str]:
     """Return the layout to ask for, and in a few words why, or why none.
 
     Args:
         vllm_config: The engine's configuration.
-        backends: Names of its attention backends.
+        backends: Returns the names of its attention backends. It is asked last, and may fail: vLLM then knows them by
+            its workers alone.
     """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if fallback(vllm_config):
@@ -79,9 +80,15 @@ def preferred(vllm_config: Any, backends: list[str]) -> tuple[str | None, str]:
         return None, "pipeline parallelism"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return None, "context parallelism"
-    if transfer.kv_buffer_device == "cpu" and not {"AMX_MLA", "CPU_MLA"} & set(backends):
+    if vllm_config.model_config.is_hybrid:
+        return None, "a hybrid model"
+    try:
+        names = backends()
+    except Exception as error:
+        return None, f"the attention backend is not known here: {error}"
+    if transfer.kv_buffer_device == "cpu" and not {"AMX_MLA", "CPU_MLA"} & set(names):
         return None, "KV goes through a host buffer, which is laid out by layer"
-    for name in backends:
+    for name in names:
         if name not in TABLE:
             return None, f"attention backend {name} is not in the table"
         if TABLE[name].unverified:
@@ -91,7 +98,7 @@ def preferred(vllm_config: Any, backends: list[str]) -> tuple[str | None, str]:
                 None,
                 f"attention backend {name} takes its cache for one without gaps (patch vllm/cpu-mla-block-outer)",
             )
-    return BLOCK_ROWS, f"attention backend {' and '.join(backends)}"
+    return BLOCK_ROWS, f"attention backend {' and '.join(names)}"
 
 
 def check_step(rows: Rows, row_bytes: int, backends: list[str]) -> None:

@@ -6,7 +6,7 @@ Beside vLLM's own `vllm:nixl_num_descriptors`, `nixl_bytes_transferred`, `nixl_p
 
 - `vllm:nixl_pairs_total`: pairs of descriptors before any were merged (a pair is a block row, or a layer's page);
 - `vllm:nixl_runs_total`: stretches of pairs that follow each other on both sides;
-- `vllm:nixl_padding_bytes_total`: bytes moved that belong to no layer.
+- `vllm:nixl_padding_bytes_total`: bytes posted that belong to no layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 COUNTS = {
     "pairs": "Pairs of descriptors of NIXL KV cache transfers, before neighbours were merged.",
     "runs": "Runs of pairs of NIXL KV cache transfers that follow each other on both sides.",
-    "padding_bytes": "Bytes moved by NIXL KV cache transfers that belong to no layer.",
+    "padding_bytes": "Bytes posted in NIXL KV cache transfers that belong to no layer.",
 }
 
 
@@ -29,13 +29,13 @@ class RowStats(NixlKVConnectorStats):  # type: ignore[misc]  # no vLLM where typ
 
     def reset(self) -> None:
         """Begin anew."""
-        super().reset()
-        self.data.update({key: [] for key in COUNTS})
+        # In one assignment: another thread may be counting.
+        self.data = {**NixlKVConnectorStats().data, **{key: [] for key in COUNTS}}
 
     def record_posted(self, pairs: int, runs: int, padding_bytes: int) -> None:
         """Count one transfer that was posted."""
         for key, value in (("pairs", pairs), ("runs", runs), ("padding_bytes", padding_bytes)):
-            self.data[key].append(value)
+            self.data.setdefault(key, []).append(value)
 
 
 class RowPromMetrics(NixlPromMetrics):  # type: ignore[misc]
