@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -76,6 +78,74 @@ def _by_layer() -> dict[str, torch.Tensor]:
 def test_what_forms_no_rows_is_named(caches: dict[str, torch.Tensor], blocks: int, said: str) -> None:
     with pytest.raises(_rows.NoRows, match=said):
         _rows.find(caches, blocks)
+
+
+def test_another_row_is_refused_though_vllms_own_comparison_is_off() -> None:
+    """`enforce_handshake_compat: false` is what vLLM itself advises where two ends differ."""
+    from vllm_blhnc_layout._identity import Agreement, IncompatiblePeer
+    from vllm_blhnc_layout.pull import RowPullWorker
+
+    def told(**changes: Any) -> list[list[str]]:
+        facts = {"form": "rows", "stride": 192, "pages": [["layers.0", 0, 96], ["layers.1", 96, 96]]}
+        return [[Agreement.of("hash", {**facts, **changes}).facts]]
+
+    worker = object.__new__(RowPullWorker)
+    worker._facts = told()
+    for peer, said in (
+        (told(pages=[["layers.1", 0, 96], ["layers.0", 96, 96]]), r"pages, from item 0: ours \['layers.0', 0, 96\]"),
+        (told(stride=256), "stride: ours 192, theirs 256"),
+        ([["layers.0"], ["layers.1"]], "the peer moves pages of layers"),
+        ([], "the peer moves pages of layers"),
+    ):
+        with pytest.raises(IncompatiblePeer, match=said):
+            worker._validate_remote_agent_handshake(SimpleNamespace(region_members=peer), 1)
+    # An equal one goes on to vLLM's own checks, which want a worker that was made whole.
+    with pytest.raises(AttributeError):
+        worker._validate_remote_agent_handshake(SimpleNamespace(region_members=told(), engine_id="e"), 1)
+
+
+def test_counters_survive_an_interval_that_ends_while_another_thread_counts() -> None:
+    from vllm_blhnc_layout._stats import COUNTS, RowStats
+
+    stats, collected, stop = RowStats(), RowStats(), threading.Event()
+
+    def end_intervals() -> None:
+        while not stop.is_set():
+            collected.aggregate(stats.clone_and_reset())
+
+    thread = threading.Thread(target=end_intervals)
+    thread.start()
+    for _ in range(20_000):
+        stats.record_posted(3, 2, 1)
+    stop.set()
+    thread.join()
+    assert set(COUNTS) <= set(stats.data)
+    # What was posted counts though no transfer has ended; an entry in the moment of the change may be lost, not more.
+    told = collected.aggregate(stats).data
+    assert set(told["pairs"]) == {3}
+    assert set(told["padding_bytes"]) == {1}
+    assert len(told["pairs"]) > 15_000
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"max_descriptor_bytes": 0}, "max_descriptor_bytes 0"),
+        ({"max_descriptor_bytes": "1MB"}, "max_descriptor_bytes '1MB'"),
+        ({"max_descriptor_bytes": True}, "max_descriptor_bytes True"),
+        ({"weights_identity": ["x"]}, r"weights_identity \['x'\]"),
+        ({"weights_identity": ""}, "weights_identity ''"),
+    ],
+)
+def test_bad_options_are_named(monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], said: str) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+
+    from vllm_blhnc_layout import pull
+
+    monkeypatch.setattr(NixlPullConnectorWorker, "__init__", lambda self, *args: None)
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    with pytest.raises(ValueError, match=said):
+        pull.RowPullWorker(config, "engine", None)
 
 
 @pytest.fixture(scope="module")

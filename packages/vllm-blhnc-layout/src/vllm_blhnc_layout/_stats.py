@@ -32,6 +32,10 @@ class RowStats(NixlKVConnectorStats):  # type: ignore[misc]  # no vLLM where typ
         # In one assignment: another thread may be counting.
         self.data = {**NixlKVConnectorStats().data, **{key: [] for key in COUNTS}}
 
+    def is_empty(self) -> bool:
+        """Return whether nothing was counted: a transfer may be posted in one interval and end in the next."""
+        return bool(super().is_empty()) and not any(self.data.get(key) for key in COUNTS)
+
     def record_posted(self, pairs: int, runs: int, padding_bytes: int) -> None:
         """Count one transfer that was posted."""
         for key, value in (("pairs", pairs), ("runs", runs), ("padding_bytes", padding_bytes)):
