@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +82,22 @@ def _by_layer() -> dict[str, torch.Tensor]:
 def test_what_forms_no_rows_is_named(caches: dict[str, torch.Tensor], blocks: int, said: str) -> None:
     with pytest.raises(_rows.NoRows, match=said):
         _rows.find(caches, blocks)
+
+
+def test_pools_of_two_page_widths_move_byte_for_byte_by_their_runs() -> None:
+    """vLLM's planner and allocator, two workers of ours, real NIXL: pools of a sparse model, which no CPU serves."""
+    script = Path(__file__).with_name("rows_worker.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    for step, padding in ((1, 240), (32, 16640)):
+        # Whole rows in one region, a whole number of steps apart, with what the planner pads them by.
+        assert found.pop(f"row, {step}") == [True, 0, padding, 1]
+        for order, runs in (("run", 1), ("descending", 1), ("shuffled", 10)):
+            told = found.pop(f"{order}, {step}")
+            assert told == {"moved": True, "others": True, "descriptors": runs, "runs": runs}, order
+    assert found.pop("refused") == "this peer's cache cannot be read: stride: ours 335872, theirs 319472"
+    assert not found
 
 
 def test_another_row_is_refused_though_vllms_own_comparison_is_off() -> None:
