@@ -122,7 +122,6 @@ def _machine(profile: profiles.Profile) -> Iterator[Finding]:
     yield Finding(
         "ok" if cores >= 2 else "FAIL", f"cores: {cores:g} usable", "" if cores >= 2 else "give the process 2 cores"
     )
-    profile = profile if tier_lacks(profile, "") else profiles.with_mooncake(profile)
     engines = sum(one.count for one in profile.components.values() if one.module == "dynamo.vllm")
     others = sum(one.count for one in profile.components.values() if one.module != "dynamo.vllm")
     need = engines * WORKER_BYTES + others * LIGHT_BYTES
@@ -168,7 +167,7 @@ def _loads(soname: str) -> bool:
     return True
 
 
-def _libraries(profile: profiles.Profile, name: str) -> Iterator[Finding]:
+def _libraries(profile: profiles.Profile, lacking: list[tuple[str, str]]) -> Iterator[Finding]:
     if _vllm(profile):
         # vLLM's CPU kernels link it, and no wheel brings it.
         if _loads("libnuma.so.1"):
@@ -176,7 +175,6 @@ def _libraries(profile: profiles.Profile, name: str) -> Iterator[Finding]:
         else:
             yield Finding("FAIL", "library libnuma: not found", "apt-get install libnuma1")
     if profile.mooncake is not None:
-        lacking = tier_lacks(profile, name)
         for what, cure in lacking:
             yield Finding("warn", f"second cache tier (Mooncake) stays off: {what}", cure)
         if not lacking:
@@ -210,9 +208,10 @@ def examine(profile: profiles.Profile, name: str, port: int) -> Iterator[Finding
         "" if supported else "make a virtual environment with Python 3.10 to 3.13",
     )
     yield from _packages(profile, name)
-    yield from _libraries(profile, name)
+    lacking = tier_lacks(profile, name)
+    yield from _libraries(profile, lacking)
     yield from _processor(profile)
-    yield from _machine(profile)
+    yield from _machine(profile if lacking else profiles.with_mooncake(profile))
     holder = listener(port)
     place = Run()
     state = place.read()

@@ -120,14 +120,16 @@ class PausingStore:
         return found
 
     def _wait(self) -> None:
-        while not self._closed:
+        while True:
             time.sleep(self._pause)
+            if self._closed:
+                return
             try:
-                answer = self._store.batch_is_exist(["is the master there"])
+                there = not any(code in UNREACHABLE for code in self._store.batch_is_exist(["is the master there"]))
             except Exception as error:
                 logger.warning("Mooncake's master: %s", error)
                 continue
-            if answer[0] not in UNREACHABLE:
+            if there:
                 logger.info("Mooncake's master answers: the second cache tier is on again")
                 self._away = False
                 return

@@ -39,6 +39,13 @@ def caches(size):
 table = torch.tensor([[1, 3, 5], [2, 4, 6], [7, 0, 11]], dtype=torch.int32)
 """
 
+#: What both leave behind: is the layer the same as alone, are the others untouched, was there anything to see.
+COMPARE = """
+equal = [torch.equal(a, b) for a, b in zip(found["outer"], found["alone"])]
+print(json.dumps({"equal": equal, "others": torch.equal(whole[:, [0, 2]], others[:, [0, 2]]),
+                  "written": not torch.equal(whole, others), "moving": bool(found["alone"][1].abs().sum() > 0)}))
+"""
+
 AMX = (
     CACHES
     + """
@@ -74,10 +81,8 @@ for name, cache in (("outer", outer), ("alone", alone)):
     prefilled = torch.zeros(28, heads * value, dtype=torch.bfloat16)
     impl.forward_mha(wide, fresh, fresh_rope, cache, metadata, torch.ones(1), prefilled)
     found[name] = cache.clone(), read, again, prefilled
-equal = [torch.equal(a, b) for a, b in zip(found["outer"], found["alone"])]
-print(json.dumps({"equal": equal, "others": torch.equal(whole[:, [0, 2]], others[:, [0, 2]]),
-                  "written": not torch.equal(whole, others), "moving": bool(found["alone"][1].abs().sum() > 0)}))
 """
+    + COMPARE
 )
 
 PLAIN = (
@@ -97,10 +102,8 @@ for name, cache in (("outer", outer), ("alone", alone)):
     impl.do_kv_cache_update(latents, rope, cache, slots, "auto", torch.ones(1))
     decode = SimpleNamespace(block_table=table, seq_lens=torch.tensor([40, 20, 33]))
     found[name] = cache.clone(), impl.forward_mqa(query, cache, SimpleNamespace(decode=decode), None)[0]
-equal = [torch.equal(a, b) for a, b in zip(found["outer"], found["alone"])]
-print(json.dumps({"equal": equal, "others": torch.equal(whole[:, [0, 2]], others[:, [0, 2]]),
-                  "written": not torch.equal(whole, others), "moving": bool(found["alone"][1].abs().sum() > 0)}))
 """
+    + COMPARE
 )
 
 ODD = (
