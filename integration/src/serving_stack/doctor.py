@@ -87,13 +87,14 @@ def _processor(profile: profiles.Profile) -> Iterator[Finding]:
     if platform.machine() == "x86_64":
         if {"avx512f", "avx512_bf16"} - flags and "avx2" not in flags:
             yield Finding("FAIL", "processor: neither AVX-512 nor AVX2", "use another machine")
-        if "amx_tile" in flags and "amx_bf16" in flags:
-            yield Finding("ok", "processor: AMX (prefix reuse works)")
+        fast = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags]
+        if fast:
+            yield Finding("ok", f"processor: {fast[0]} (prefix reuse works)")
         else:
             yield Finding(
                 "warn",
-                "processor: no AMX, so vLLM switches prefix reuse and chunked prefill off for MLA models",
-                "use a Xeon of 2023 or later",
+                "processor: neither AMX nor AVX-512 BF16, so vLLM switches prefix reuse and chunked prefill off for MLA",
+                "use a Xeon of 2023 or later, or an AMD EPYC of 2022 or later",
             )
     else:
         yield Finding("warn", f"processor: {platform.machine()} is not tested", "")
