@@ -93,7 +93,7 @@ def _processor(profile: profiles.Profile) -> Iterator[Finding]:
         else:
             yield Finding(
                 "warn",
-                "processor: neither AMX nor AVX-512 BF16, so vLLM switches prefix reuse and chunked prefill off for MLA",
+                "processor: no AMX or AVX-512 BF16, so vLLM switches prefix reuse and chunked prefill off for MLA",
                 "use a Xeon of 2023 or later, or an AMD EPYC of 2022 or later",
             )
     else:

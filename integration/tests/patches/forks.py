@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run scripts, each in a fork of this process, which has imported what takes long: `forks.py SOCKET MODULE...`.
 
-Prints one line when the modules are imported: the files of all that is, except `FORGOTTEN`. A client sends `[script, variables]` and shuts
-its side; it is sent `[exit status, stdout, stderr]`. The server ends when its standard input does.
+Prints one line when the modules are imported: the files of all that is, except `FORGOTTEN`. A client sends
+`[script, variables]` and shuts its side; it is sent `[exit status, stdout, stderr]`. The server ends when its standard
+input does.
 """
 
 from __future__ import annotations
