@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
+from types import FrameType
 
 #: Upstream distribution -> supported versions (PEP 440). The same ranges stand as extras in `pyproject.toml`.
 SUPPORTED: dict[str, str] = {
@@ -30,8 +32,45 @@ def check() -> None:
             raise UnsupportedUpstreamError(message)
 
 
+def vllm_in(versions: str) -> bool:
+    """Return whether the installed vLLM is one of `versions` (PEP 440; empty: any)."""
+    from packaging.specifiers import SpecifierSet
+
+    for name in SUPPORTED:
+        try:
+            return SpecifierSet(versions).contains(metadata.version(name), prereleases=True)
+        except metadata.PackageNotFoundError:
+            continue
+    return False
+
+
 def cpu_mla_reads_strides() -> bool:
     """Return whether vLLM's MLA backends for CPUs read a cache by its strides: our patch vllm/cpu-mla-block-outer."""
     from vllm.v1.attention.backends.mla import amx_mla
 
     return hasattr(amx_mla, "_flat_rows")
+
+
+def siblings(ours: type) -> list[tuple[str, str | None]]:
+    """Return the other connectors of the MultiConnector that is asking for a layout, and which layout each asks for.
+
+    vLLM's MultiConnector hands each of its connectors a configuration that hides the others, and refuses to start where
+    two ask for different layouts. Its own configuration is to be had from its frame alone; elsewhere there are none.
+
+    Args:
+        ours: Connectors of this type are left out.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    asking = MultiConnector.get_required_kvcache_layout.__func__.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not asking:
+        frame = frame.f_back
+    config = None if frame is None else frame.f_locals.get("vllm_config")
+    if config is None:
+        return []
+    return [
+        (own.kv_transfer_config.kv_connector, connector.get_required_kvcache_layout(own))
+        for connector, own in MultiConnector._get_connector_classes_and_configs(config)
+        if not issubclass(connector, ours)
+    ]

@@ -8,17 +8,19 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import torch
-from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.config import VllmConfig, get_layers_from_vllm_config, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata, NixlHandshakePayload
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from . import _layout, _rows
-from ._compat import check
+from ._compat import check, siblings
 from ._identity import Agreement, IncompatiblePeer, differences
 from ._pairs import ordered
 from ._stats import RowPromMetrics, RowStats
@@ -97,9 +99,13 @@ class RowWorker:
         # A layer that shares another's cache has no specification, and no page of its own.
         own = {layer: cache for layer, cache in caches.items() if layer in specs}
         rows = _rows.find(own, self.num_blocks)  # type: ignore[attr-defined]
-        row_bytes = max(page for _, _, page in rows.pages) // self.block_size  # type: ignore[attr-defined]
-        names = [backend.get_name() for backend in self.attn_backends]  # type: ignore[attr-defined]
-        _layout.check_step(rows, row_bytes, names)
+        readers = {}
+        if self.attn_backends:  # type: ignore[attr-defined]
+            config, sm100 = self.vllm_config, current_platform.is_device_capability_family(100)  # type: ignore[attr-defined]
+            for layer, module in get_layers_from_vllm_config(config, AttentionLayerBase, list(own)).items():
+                backend = module.get_attn_backend().get_name()
+                readers[layer] = _layout.reader(backend, specs[layer].cache_dtype_str, sm100)
+        _layout.check_step(rows, self.block_size, readers)  # type: ignore[attr-defined]
         return rows
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -177,6 +183,29 @@ class RowWorker:
         super()._validate_remote_agent_handshake(nixl_agent_meta, *args, **kwargs)  # type: ignore[misc]
 
 
+def backend_names(vllm_config: VllmConfig) -> list[str]:
+    """Return the names of the attention backends, the indexer's included.
+
+    An engine core whose workers are other processes has no layers to ask: vLLM's own answer is then what a dense model
+    would get. So the selection is asked as the layers have asked it.
+    """
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    if layers:
+        return sorted({layer.get_attn_backend().get_name() for layer in layers.values()})
+    model = vllm_config.model_config
+    sparse = hasattr(model.hf_text_config, "index_topk")
+    with set_current_vllm_config(vllm_config):
+        backend = get_attn_backend(
+            head_size=model.get_head_size(),
+            dtype=model.dtype,
+            kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+            use_mla=model.use_mla,
+            use_sparse=sparse,
+            num_heads=model.get_num_attention_heads(vllm_config.parallel_config),
+        )
+    return [backend.get_name(), *(["DEEPSEEK_V32_INDEXER"] if sparse else [])]
+
+
 class RowConnector(NixlBaseConnector):  # type: ignore[misc]
     """Mixed into vLLM's connector: its worker is ours."""
 
@@ -195,11 +224,9 @@ class RowConnector(NixlBaseConnector):  # type: ignore[misc]
         """Ask for block rows where they are valid; vLLM does not ask where VLLM_KV_CACHE_LAYOUT is set."""
         if vllm_config.model_config is None:
             return None
-
-        def backends() -> list[str]:
-            return sorted(backend.get_name() for backend in get_current_attn_backends(vllm_config))
-
-        layout, reason = _layout.preferred(vllm_config, backends)
+        layout, reason = _layout.preferred(
+            vllm_config, lambda: backend_names(vllm_config), lambda: siblings(RowConnector)
+        )
         logger.info_once("KV cache layout: %s (%s)", layout or "as stock vLLM chooses", reason)
         if layout is not None:
             return layout

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a block-outermost layout is valid, and where it is not, by attention backend.
 
-vLLM's backends mostly declare no layout, which its planner reads as any; some then address their cache by one stride
-from row to row. Such a kernel needs the step from block to block to be a whole number of `rows` of the MLA latent.
-`TABLE` says what is known; what is not stands as unverified, and is never chosen by itself. An explicit
-VLLM_KV_CACHE_LAYOUT wins over all of it, and the step is looked at once the cache is there.
+vLLM's backends mostly declare no layout, which its planner reads as any. Their kernels then find a block by a step from
+the one before: some by any step, some by a whole number of rows of their page, and some not at all, because they take
+their cache for one without gaps. `TABLE` says which. A backend that is not in it, or was not tried, is never chosen by
+itself. An explicit VLLM_KV_CACHE_LAYOUT wins over all of it, and the step is looked at once the cache is there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ._compat import cpu_mla_reads_strides
+from ._compat import cpu_mla_reads_strides, vllm_in
 from ._rows import Rows
 
 #: The layout that is asked for.
@@ -22,33 +23,81 @@ BLOCK_ROWS = "BLHNC"
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of one backend."""
+    """What is known of one backend: the step from block to block that its kernels need, or why there is none."""
 
-    #: The step between blocks must be a whole number of this many rows of the latent; 0: any step.
-    rows: int
-    #: Why the layout is not chosen by itself; empty where it is.
-    unverified: str = ""
+    #: The step must be a whole number of this many rows, a row being what one token takes in a page; 0: any step.
+    rows: int = 0
+    #: The step must be a multiple of this many bytes.
+    align: int = 1
+    #: Why the layout is not chosen by itself, though it is valid by what was read.
+    untried: str = ""
+    #: Why the layout is not valid: blocks of this backend must follow one another without a gap.
+    refused: str = ""
 
 
-_UNTRIED = "not tried on a GPU"
+_GPU = "not tried on a GPU"
+#: Bytes that TMA and loads of 128 bits are aligned to.
+_TMA = 16
+_GAPS = "takes its cache for one without gaps"
+_CPU = ("AMX_MLA", "CPU_MLA")
 
-#: Attention backend, by its name in vLLM -> what is known of it on vLLM 0.31 and 0.32. A step is stated where a kernel
-#: always needs it; some need more for some dtypes and devices, which 0.32's planner sees to by itself.
-TABLE: Mapping[str, Entry] = {
-    "AMX_MLA": Entry(1),
-    "CPU_MLA": Entry(0),
-    "FLASHMLA_SPARSE": Entry(1, _UNTRIED),
-    "FLASHINFER_MLA_SPARSE": Entry(32, _UNTRIED),
-    "FLASHINFER_MLA_SPARSE_SM120": Entry(64, _UNTRIED),
-    "FLASHINFER_MLA_SPARSE_SM90": Entry(1, _UNTRIED),
-    "FLASH_ATTN_MLA_SPARSE": Entry(1, _UNTRIED),
-    "XPU_MLA_SPARSE": Entry(1, _UNTRIED),
-    "ROCM_AITER_MLA_SPARSE": Entry(1, _UNTRIED),
+#: Attention backend, by its name in vLLM -> versions of vLLM (PEP 440; empty: all that are supported) -> what is known.
+#: vLLM's planner rounds the step up to what a backend declares; those that need more than they declare are marked.
+TABLE: Mapping[str, Mapping[str, Entry]] = {
+    "AMX_MLA": {"": Entry(rows=1)},  # declares nothing
+    "CPU_MLA": {"": Entry()},
+    # Dense, on a GPU: the step is read off the cache.
+    "FLASHINFER_MLA": {"": Entry(align=_TMA, untried=_GPU)},
+    "FLASHMLA": {"": Entry(align=_TMA, untried=_GPU)},
+    "FLASH_ATTN_MLA": {"": Entry(align=_TMA, untried=_GPU)},
+    "TOKENSPEED_MLA": {"": Entry(align=_TMA, untried=_GPU)},
+    "TRITON_MLA": {"": Entry(untried=_GPU)},
+    # Dense, and the step is computed from the size of a block.
+    "AITER_TRITON_MLA": {"": Entry(refused=_GAPS)},
+    "CUTLASS_MLA": {"": Entry(refused=_GAPS)},
+    "ROCM_AITER_MLA": {"": Entry(refused=_GAPS)},
+    # Sparse: top-k picks rows of the whole pool, or, with `_PAGES`, of a page that is found by the step.
+    "FLASHINFER_MLA_SPARSE": {"<0.32": Entry(rows=1, untried=_GPU), ">=0.32": Entry(rows=32, untried=_GPU)},
+    "FLASHINFER_MLA_SPARSE_SM120": {"<0.32": Entry(align=_TMA, untried=_GPU), ">=0.32": Entry(rows=64, untried=_GPU)},
+    "FLASHINFER_MLA_SPARSE_SM90": {
+        "<0.32": Entry(refused="declares LBHNC alone"),
+        ">=0.32": Entry(rows=1, untried=_GPU),
+    },
+    "FLASHMLA_SPARSE": {"": Entry(rows=1, untried=_GPU)},
+    "FLASHMLA_SPARSE_PAGES": {"": Entry(align=_TMA, untried=_GPU)},
+    "FLASH_ATTN_MLA_SPARSE": {"": Entry(rows=1, untried=_GPU)},  # before 0.32: declares nothing
+    "ROCM_AITER_MLA_SPARSE": {
+        "<0.32": Entry(refused="declares LBNHC and LBHNC alone"),
+        ">=0.32": Entry(rows=1, untried=_GPU),
+    },
+    "XPU_MLA_SPARSE": {"": Entry(rows=1, untried=_GPU)},  # before 0.32: declares nothing
+    # Keys of the top-k, beside the latent. Values of a block, then its scales: found by the step, never by rows.
+    "DEEPSEEK_V32_INDEXER": {"": Entry(align=_TMA, untried=_GPU)},
 }
 
 
 class InvalidLayout(RuntimeError):
     """The cache's layout is one that an attention backend cannot address; the message has the numbers."""
+
+
+def known(name: str) -> Entry | None:
+    """Return what is known of a backend on the installed vLLM, if anything."""
+    entry = next((entry for versions, entry in TABLE.get(name, {}).items() if vllm_in(versions)), None)
+    if entry is not None and name in _CPU and not cpu_mla_reads_strides():
+        return replace(entry, refused=f"{_GAPS} (patch vllm/cpu-mla-block-outer)")
+    return entry
+
+
+def reader(name: str, cache_dtype: str | None, sm100: bool) -> str:
+    """Return the name in `TABLE` of what reads a layer's cache.
+
+    Args:
+        name: The backend's name in vLLM.
+        cache_dtype: The type of the layer's cache, as vLLM calls it.
+        sm100: Whether the device is of compute capability 10.
+    """
+    pages = name == "FLASHMLA_SPARSE" and cache_dtype in ("fp8_ds_mla", "nvfp4_ds_mla") and not sm100
+    return "FLASHMLA_SPARSE_PAGES" if pages else name
 
 
 def fallback(vllm_config: Any) -> bool:
@@ -63,13 +112,16 @@ def fallback(vllm_config: Any) -> bool:
     return given is not None
 
 
-def preferred(vllm_config: Any, backends: Callable[[], list[str]]) -> tuple[str | None, str]:
+def preferred(
+    vllm_config: Any, backends: Callable[[], list[str]], siblings: Callable[[], list[tuple[str, str | None]]]
+) -> tuple[str | None, str]:
     """Return the layout to ask for, and in a few words why, or why none.
 
     Args:
         vllm_config: The engine's configuration.
         backends: Returns the names of its attention backends. It is asked last, and may fail: vLLM then knows them by
             its workers alone.
+        siblings: Returns the other connectors and the layouts that they ask for.
     """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     if fallback(vllm_config):
@@ -82,37 +134,47 @@ def preferred(vllm_config: Any, backends: Callable[[], list[str]]) -> tuple[str 
         return None, "context parallelism"
     if vllm_config.model_config.is_hybrid:
         return None, "a hybrid model"
+    for connector, layout in siblings():
+        if layout not in (None, BLOCK_ROWS):
+            return None, f"{connector} asks for {layout}"
     try:
         names = backends()
     except Exception as error:
         return None, f"the attention backend is not known here: {error}"
-    if transfer.kv_buffer_device == "cpu" and not {"AMX_MLA", "CPU_MLA"} & set(names):
+    if transfer.kv_buffer_device == "cpu" and not set(_CPU) & set(names):
         return None, "KV goes through a host buffer, which is laid out by layer"
     for name in names:
-        if name not in TABLE:
+        entry = known(name)
+        if entry is None:
             return None, f"attention backend {name} is not in the table"
-        if TABLE[name].unverified:
-            return None, f"attention backend {name}: {TABLE[name].unverified}"
-        if name in ("AMX_MLA", "CPU_MLA") and not cpu_mla_reads_strides():
-            return (
-                None,
-                f"attention backend {name} takes its cache for one without gaps (patch vllm/cpu-mla-block-outer)",
-            )
+        if entry.refused or entry.untried:
+            return None, f"attention backend {name}: {entry.refused or entry.untried}"
     return BLOCK_ROWS, f"attention backend {' and '.join(names)}"
 
 
-def check_step(rows: Rows, row_bytes: int, backends: list[str]) -> None:
-    """Raise `InvalidLayout` where the step between blocks is none that a backend can address.
+def check_step(rows: Rows, block_size: int, readers: Mapping[str, str]) -> None:
+    """Raise `InvalidLayout` where the step between blocks is none that a layer's backend can address.
 
     Args:
         rows: The pool.
-        row_bytes: Bytes of one token's latent in one layer.
-        backends: Names of the attention backends.
+        block_size: Tokens of a block.
+        readers: Layer -> name in `TABLE` of what reads it; layers and names that are missing are not looked at.
     """
-    for name in backends:
-        step = TABLE[name].rows * row_bytes if name in TABLE else 0
-        if step and rows.stride % step:
+    for layer, _, page in rows.pages:
+        name = readers.get(layer, "")
+        entry = known(name)
+        if entry is None:
+            continue
+        row = page // block_size
+        step = math.lcm(entry.rows * row or 1, entry.align)
+        need = ""
+        if entry.refused and rows.stride != page:
+            need = f"{entry.refused}, and blocks {page} bytes apart"
+        elif rows.stride % step:
+            need = f"needs blocks a multiple of {step} bytes apart"
+            need += f" ({entry.rows} row{'s' * (entry.rows > 1)} of {row})" if entry.rows else ""
+        if need:
             raise InvalidLayout(
-                f"{name} needs blocks a multiple of {step} bytes apart ({TABLE[name].rows} rows of {row_bytes}), they "
-                f"are {rows.stride} bytes apart: take another block size, or VLLM_KV_CACHE_LAYOUT=LBNHC"
+                f"{layer}: {name} {need}, they are {rows.stride} bytes apart: take another block size, or "
+                "VLLM_KV_CACHE_LAYOUT=LBNHC"
             )
