@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vllm-blhnc-layout between plain vLLM engines, on a geometry with two page widths: against stock vLLM, and with it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serving_stack.model import prompt_tokens, write_model
+from support.engines import Engine, running
+
+PULL, PUSH = "vllm_blhnc_layout.pull", "vllm_blhnc_layout.push"
+#: Four layers of latents of 576 values, and two of keys of 64, of two bytes each; 32 tokens a block.
+PAGES = 6
+LATENT, KEY = 32 * 576 * 2, 32 * 64 * 2
+PAYLOAD = 4 * LATENT + 2 * KEY
+#: Few enough for a decode engine to preempt some of fifty requests, whatever the machine.
+SMALL = 66
+#: Two tokens whose log-probabilities are closer than this are as good as each other: a batch of another size, or a
+#: preempted request's prompt read in one piece, moves them by up to half of it.
+CLOSE = 0.15
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("engines") / "glm-tiny")
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path) -> Iterator[Any]:
+    """Half an upgrade: a stock prefill engine with a decode engine of ours that speaks to it, and a pair on rows."""
+
+    def engine(name: str, role: str, **given: Any) -> Engine:
+        return Engine(model, model.parent / f"{name}.log", role, second_cache=True, **given)
+
+    layers: dict[str, Any] = {"layout": "LBNHC"}
+    engines = SimpleNamespace(
+        stock=engine("stock", "prefill", blocks=512, **layers),
+        layers=engine("layers", "decode", module=PULL, extra={"fallback": "per-layer"}, blocks=SMALL, **layers),
+        prefill=engine("prefill", "prefill", module=PULL, layout="BLHNC", blocks=512),
+        decode=engine("decode", "decode", module=PULL, layout="BLHNC", blocks=SMALL),
+    )
+    with running(*vars(engines).values()):
+        yield engines
+
+
+def hand_over(prefill: Engine, decode: Engine, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+    """Prefill prompts at one end, generate at the other."""
+    begun = prefill.generate(prompts, 1)
+    return decode.generate(prompts, tokens, [one["transfer"] for one in begun])
+
+
+def assert_same_answers(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None:
+    """Token for token; where two tokens are as good as each other, rounding may choose, and few answers part there."""
+    parted = 0
+    for number, (one, other) in enumerate(zip(ours, stock, strict=True)):
+        assert len(one["tokens"]) == len(other["tokens"]) > 0
+        step = next(
+            (i for i, pair in enumerate(zip(one["tokens"], other["tokens"], strict=True)) if len({*pair}) > 1), -1
+        )
+        if step >= 0:
+            parted += 1
+            assert other["gaps"][step] < CLOSE, f"answer {number} parts at step {step}"
+    assert parted <= len(ours) // 10
+
+
+def mixed_prompts() -> list[list[int]]:
+    """Fifty prompts of mixed length, half of them going on where another one ends."""
+    draw = random.Random(4)
+    prompts: list[list[int]] = []
+    for number in range(50):
+        if number % 2:
+            prompts.append(draw.choice(prompts) + prompt_tokens(draw.randrange(1, 90)))
+        else:
+            prompts.append(prompt_tokens(draw.randrange(1, 500)))
+    return prompts
+
+
+def gained(engine: Engine, before: dict[str, float], *names: str) -> tuple[float, ...]:
+    after = engine.counters()
+    return tuple(after[f"vllm:{name}"] - before[f"vllm:{name}"] for name in names)
+
+
+NIXL = ("nixl_num_descriptors_count", "nixl_num_descriptors_sum", "nixl_pairs_total", "nixl_runs_total")
+
+
+def test_fifty_prompts_answer_as_in_stock_layout_though_some_are_preempted(fleet: Any) -> None:
+    """The mixed pair gives the answers to compare with: stock vLLM prefills, and nothing moves by rows."""
+    prompts = mixed_prompts()
+    before = {name: engine.counters() for name, engine in vars(fleet).items()}
+    stock = hand_over(fleet.stock, fleet.layers, prompts, 24)
+    rows = hand_over(fleet.prefill, fleet.decode, prompts, 24)
+    assert_same_answers(rows, stock)
+    assert {one["reason"] for one in rows + stock} == {"length"}
+    for name in ("layers", "decode"):
+        assert gained(getattr(fleet, name), before[name], "num_preemptions_total") > (0,), name
+    for name in ("stock", "prefill"):
+        assert gained(getattr(fleet, name), before[name], "prefix_cache_hits_total") > (1000,), name
+    transfers, descriptors, pairs, runs = gained(fleet.decode, before["decode"], *NIXL)
+    assert (transfers, descriptors) == (50, runs)
+    assert gained(fleet.decode, before["decode"], "nixl_padding_bytes_total") == (pairs * 1024,)
+    # The same blocks, layer by layer.
+    assert gained(fleet.layers, before["layers"], *NIXL) == (50, PAGES * descriptors, PAGES * pairs, PAGES * runs)
+
+
+def assert_equal_pages(prefill: Engine, decode: Engine) -> None:
+    prompt = prompt_tokens(1000)[7:]
+    before = [engine.pool() for engine in (prefill, decode)]
+    hand_over(prefill, decode, [prompt], 1)
+    written = []
+    for engine, old in zip((prefill, decode), before, strict=True):
+        new = engine.pool()
+        assert new.shape[1] == PAYLOAD + 1024, "a row ends in padding"
+        written.append({new[block].tobytes()[:PAYLOAD] for block in (new != old).any(axis=1).nonzero()[0]})
+    # The last block is not full; the decode engine goes on in it.
+    full = len(prompt) // 32
+    both = written[0] & written[1]
+    assert full <= len(both) <= full + 1
+    for row in both:
+        latents = {row[at : at + LATENT] for at in range(0, 4 * LATENT, LATENT)}
+        keys = {row[at : at + KEY] for at in range(4 * LATENT, PAYLOAD, KEY)}
+        assert (len(latents), len(keys)) == (4, 2), "layers hold the same"
+
+
+def test_every_page_of_every_block_is_equal_at_both_ends(fleet: Any) -> None:
+    assert_equal_pages(fleet.prefill, fleet.decode)
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (("stock", "decode"), "this peer's cache cannot be read: the peer moves pages of layers"),
+        (("prefill", "layers"), "NIXL compatibility hash mismatch"),
+    ],
+)
+def test_a_peer_of_the_other_form_is_refused_and_the_next_request_served(
+    fleet: Any, ends: tuple[str, str], said: str
+) -> None:
+    prefill, decode = (getattr(fleet, name) for name in ends)
+    before = decode.counters()
+    (refused,) = hand_over(prefill, decode, [prompt_tokens(127)], 4)
+    assert (refused["tokens"], refused["reason"]) == ([], "error")
+    assert said in decode.log.read_text()
+    assert gained(decode, before, "nixl_bytes_transferred_sum", "nixl_num_failed_transfers_total") == (0, 1)
+    right = fleet.prefill if decode is fleet.decode else fleet.stock
+    (served,) = hand_over(right, decode, [prompt_tokens(129)], 4)
+    assert served["reason"] == "length"
+
+
+def test_rows_are_pushed_as_well(fleet: Any, model: Path) -> None:
+    prompts = [prompt_tokens(length) for length in (1, 33, 129, 1000)]
+    pulled = hand_over(fleet.prefill, fleet.decode, prompts, 24)
+    for engine in vars(fleet).values():
+        engine.stop()
+    prefill, decode = (
+        Engine(model, model.parent / f"push-{role}.log", role, module=PUSH, layout="BLHNC", second_cache=True)
+        for role in ("prefill", "decode")
+    )
+    with running(prefill, decode):
+        before = prefill.counters()
+        pushed = hand_over(prefill, decode, prompts, 24)
+        assert_same_answers(pushed, pulled)
+        transfers, descriptors, pairs, runs = gained(prefill, before, *NIXL)
+        assert (transfers, descriptors, pairs) == (4, runs, sum(-(-len(prompt) // 32) for prompt in prompts))
+        assert_equal_pages(prefill, decode)
