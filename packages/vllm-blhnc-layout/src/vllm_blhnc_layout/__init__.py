@@ -6,7 +6,8 @@ class called `NixlConnector`. Importing this package changes nothing, and it has
 
 - `pull`, `push`: vLLM's connectors, moving block rows where the pool has some;
 - `_connector`: what both share; `_rows`: the geometry of a pool; `_pairs`: the order of what is posted;
-- `_identity`: what two ends must agree on; `_layout`: where the layout is valid; `_stats`: counters.
+- `_identity`: what two ends must agree on; `_weights`: which weights they hold; `_layout`: where the layout is valid;
+  `_stats`: counters.
 
 The package itself offers its version, the upstream versions it is written for (`SUPPORTED`), and `check()`, which
 refuses an installed upstream outside them.

@@ -24,6 +24,7 @@ from ._compat import check, siblings
 from ._identity import Agreement, IncompatiblePeer, differences
 from ._pairs import ordered
 from ._stats import RowPromMetrics, RowStats
+from ._weights import sample
 
 check()
 
@@ -63,11 +64,14 @@ class RowWorker:
         self._limit: int | None = extra.get("max_descriptor_bytes")
         if self._limit is not None and (type(self._limit) is not int or self._limit < 1):
             raise ValueError(f"max_descriptor_bytes {self._limit!r} in kv_connector_extra_config: bytes, above 0")
-        self._weights: str | None = extra.get("weights_identity")
-        if self._weights is not None and not (isinstance(self._weights, str) and self._weights):
-            raise ValueError(
-                f"weights_identity {self._weights!r} in kv_connector_extra_config: a text that is not empty"
-            )
+        named = extra.get("weights_identity")
+        if named is not None and not (isinstance(named, str) and named):
+            raise ValueError(f"weights_identity {named!r} in kv_connector_extra_config: a text that is not empty")
+        #: What tells the weights: a name that was given, a sample of the files, or at least the revision.
+        self._weights: str | None = named or sample(vllm_config.model_config.model, vllm_config.model_config.revision)
+        if self._weights is None:
+            logger.warning("no weights found at %s: peers compare names alone", vllm_config.model_config.model)
+            self._weights = vllm_config.model_config.revision
         self.nixl_wrapper = Poster(self.nixl_wrapper)  # type: ignore[has-type]
         self.xfer_stats = self.nixl_wrapper.stats
         self._facts: list[list[str]] = []
@@ -161,7 +165,6 @@ class RowWorker:
             "cache dtype": str(self.model_config.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),  # type: ignore[attr-defined]
             "layout": self.kv_cache_layout,  # type: ignore[attr-defined]
             "weights": self._weights,
-            "revision": self.model_config.revision,  # type: ignore[attr-defined]
         }
         agreement = Agreement.of(str(self.compat_hash), facts)  # type: ignore[has-type]
         self.compat_hash = agreement
