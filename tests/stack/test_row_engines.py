@@ -104,8 +104,11 @@ def test_fifty_prompts_answer_as_in_stock_layout_though_some_are_preempted(fleet
     transfers, descriptors, pairs, runs = gained(fleet.decode, before["decode"], *NIXL)
     assert (transfers, descriptors) == (50, runs)
     assert gained(fleet.decode, before["decode"], "nixl_padding_bytes_total") == (pairs * 1024,)
-    # The same blocks, layer by layer.
-    assert gained(fleet.layers, before["layers"], *NIXL) == (50, PAGES * descriptors, PAGES * pairs, PAGES * runs)
+    # Much the same blocks, layer by layer; which of them a decode engine still had is a matter of time.
+    transfers, by_layer, pairs, runs = gained(fleet.layers, before["layers"], *NIXL)
+    assert (transfers, by_layer) == (50, runs)
+    assert by_layer % PAGES == pairs % PAGES == 0
+    assert by_layer > (PAGES - 1) * descriptors
 
 
 def assert_equal_pages(prefill: Engine, decode: Engine) -> None:

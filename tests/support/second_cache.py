@@ -8,6 +8,7 @@ the keys of all tokens before it, so that a wrong byte in any block changes the 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,8 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 
 __all__ = ["register"]
 
-#: Values of a key; a latent has 576. Blocks have to be whole latents apart (AMX_MLA), so that a row ends in padding.
+#: Values of a key; a latent has 576. Blocks have to be whole latents apart (AMX_MLA), so that a block row ends in
+#: padding. It is asked for under that layout alone: with pages of a layer padded, vLLM 0.32's own NIXL connector does not start.
 WIDTH, LATENT = 64, 576
 #: What of the mean goes into the residual stream.
 SHARE = 0.5
@@ -102,7 +104,7 @@ class KeyCache(nn.Module, AttentionLayerBase):  # type: ignore[misc]
             num_kv_heads=1,
             head_size=WIDTH,
             dtype=torch.bfloat16,
-            block_stride_alignment=2 * LATENT,
+            block_stride_alignment=2 * LATENT if os.environ.get("VLLM_KV_CACHE_LAYOUT") == "BLHNC" else None,
         )
 
     def get_attn_backend(self) -> type[AttentionBackend]:
