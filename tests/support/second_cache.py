@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec
 __all__ = ["register"]
 
 #: Values of a key; a latent has 576. Blocks have to be whole latents apart (AMX_MLA), so that a block row ends in
-#: padding. It is asked for under that layout alone: with pages of a layer padded, vLLM 0.32's own NIXL connector does not start.
+#: padding. It is asked for under that layout alone: vLLM 0.32's own NIXL connector takes no padded pages of a layer.
 WIDTH, LATENT = 64, 576
 #: What of the mean goes into the residual stream.
 SHARE = 0.5

@@ -10,10 +10,14 @@ connector, and the log says why. `max_descriptor_bytes` in `kv_connector_extra_c
 
 from __future__ import annotations
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from ._compat import check
 
-from ._connector import RowConnector, RowWorker
+check()  # before an import that another vLLM may not have
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPullConnector  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker  # noqa: E402
+
+from ._connector import RowConnector, RowWorker  # noqa: E402
 
 __all__ = ["NixlConnector"]
 

@@ -7,10 +7,14 @@ so two ends whose layers lie in another order would fill each other with nonsens
 
 from __future__ import annotations
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPushConnector
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from ._compat import check
 
-from ._connector import RowConnector, RowWorker
+check()  # before an import that another vLLM may not have
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPushConnector  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker  # noqa: E402
+
+from ._connector import RowConnector, RowWorker  # noqa: E402
 
 __all__ = ["NixlConnector"]
 
