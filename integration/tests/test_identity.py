@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import os
 import re
 import subprocess
@@ -59,6 +60,21 @@ def test_contents_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     first = weights_identity(model)
     monkeypatch.setattr(identity, "_digest", lambda file: pytest.fail(f"{file} was read again"))
     assert weights_identity(model) == first
+
+
+def test_what_takes_a_while_is_told_to_the_callers_logger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    log = logging.Logger("engine")
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    model = _model(tmp_path / "m", a=b"one")
+    for _ in range(2):
+        weights_identity(model, log)
+    assert told == [f"{model}: reading 0.0 GiB of weights for their identity"]
+    monkeypatch.setenv("SERVING_STACK_HOME", str(model / "config.json"))
+    weights_identity(model, log)
+    assert told[1].startswith(f"nothing is remembered of {model}")
 
 
 def test_a_damaged_record_or_no_disk_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +120,22 @@ def test_the_stages_of_a_pipeline_agree(engine: Callable[..., Any]) -> None:
     for vllm_config, _ in stages:
         vllm_config.parallel_config.pipeline_parallel_size = 2
     assert len({prefix(stage) for stage in stages}) == 1
+
+
+def test_reading_weights_is_told_where_vllm_shows_it(
+    engine: Callable[..., Any], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a worker, vLLM shows what its own loggers say; others are silent below a warning."""
+    monkeypatch.setenv("SERVING_STACK_HOME", str(tmp_path / "home"))
+    shown: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm").addHandler(handler)
+    try:
+        prefix(engine())
+    finally:
+        logging.getLogger("vllm").removeHandler(handler)
+    assert any(re.fullmatch(f"{model}: reading .* GiB of weights for their identity", line) for line in shown)
 
 
 @pytest.mark.parametrize("weights", ["", 0, 7, ["x"]])

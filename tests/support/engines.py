@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from support.processes import free_port
+from serving_stack.state import free_ports
 
 __all__ = ["Engine", "handshake", "read_pool", "running"]
 
@@ -79,7 +79,7 @@ class Engine:
         }
         reads, writes = os.pipe()
         environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, _search_path()))}
-        self._port = free_port()
+        self._port = _port()
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self._port)
         environment.pop("VLLM_KV_CACHE_LAYOUT", None)
         if self.layout is not None:
@@ -206,6 +206,16 @@ def read_pool(port: int, pid: int) -> Any:
         memory.seek(base)
         content = memory.read(told.num_blocks * stride)
     return np.frombuffer(content, dtype=np.uint8).reshape(told.num_blocks, stride)
+
+
+def _port() -> int:
+    """Return a free port below those that the kernel hands out: it is bound only seconds later."""
+    _ports[:] = free_ports(1, above=_ports[0])
+    return _ports[0]
+
+
+#: The last one that was given out.
+_ports = [22000 + os.getpid() % 900 * 10]
 
 
 def _search_path() -> list[str]:

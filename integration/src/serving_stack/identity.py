@@ -60,11 +60,15 @@ class Identity:
         return "-".join(re.sub(r"[^\w.]", "_", part) for part in parts)
 
 
-def weights_identity(folder: Path) -> str:
+def weights_identity(folder: Path, log: logging.Logger = _logger) -> str:
     """Return `hub:REVISION` or `sha256:DIGEST` of the weights in `folder`.
 
     Contents are read in parallel, and once where the state directory can be written: the result is kept there until a
     file's inode, size or time of change differs. Processes that ask at the same time wait for the first.
+
+    Args:
+        folder: The model's.
+        log: Is told what takes a while; an engine shows its own loggers alone.
 
     Raises:
         StackError: no weights there, or a file cannot be read.
@@ -80,10 +84,10 @@ def weights_identity(folder: Path) -> str:
             [file.name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
             for file, stat in zip(files, stats, strict=True)
         ]
-        with _record(folder) as record:
+        with _record(folder, log) as record:
             if record.get("state") != state:
                 size = sum(stat.st_size for stat in stats)
-                _logger.info("%s: reading %.1f GiB of weights for their identity", folder, size / (1 << 30))
+                log.info("%s: reading %.1f GiB of weights for their identity", folder, size / (1 << 30))
                 with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                     digests = list(pool.map(_digest, files))
                 content = [[file.name, digest] for file, digest in zip(files, digests, strict=True)]
@@ -112,7 +116,7 @@ def _digest(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def _record(folder: Path) -> Iterator[dict[str, Any]]:
+def _record(folder: Path, log: logging.Logger) -> Iterator[dict[str, Any]]:
     """Lend what is remembered of a folder, locked, and write back what was made of it; where that cannot be, forget."""
     record: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -125,7 +129,7 @@ def _record(folder: Path) -> Iterator[dict[str, Any]]:
             with contextlib.suppress(ValueError):  # a write that was killed half way
                 record.update(json.load(file))
         except (OSError, RuntimeError, StackError) as error:  # no disk, no locks on it, no home
-            _logger.info("nothing is remembered of %s: %s", folder, error)
+            log.info("nothing is remembered of %s: %s", folder, error)
             yield record
             return
         known = dict(record)

@@ -229,7 +229,7 @@ def _weights(model: ModelConfig, vllm_config: VllmConfig) -> str:
             from huggingface_hub import snapshot_download
 
             folder = Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
-        return weights_identity(folder)
+        return weights_identity(folder, logger)
     except Exception as error:
         raise StackError(
             f"model {model.model!r}: it cannot be told which weights these are ({error}). Name them: "

@@ -20,13 +20,11 @@ from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from . import _layout, _rows
-from ._compat import check, siblings
+from ._compat import siblings
 from ._identity import Agreement, IncompatiblePeer, differences
 from ._pairs import ordered
 from ._stats import RowPromMetrics, RowStats
 from ._weights import sample
-
-check()
 
 logger = init_logger(f"vllm.{__name__}")  # under vLLM's own root, which has the handlers
 
@@ -41,6 +39,8 @@ class Poster:
         #: Padding of a pair, bytes.
         self.padding = 0
         self.stats = RowStats()
+        #: Transfers that have not ended: pairs, runs, bytes of padding.
+        self._posted: dict[Any, tuple[int, int, int]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._agent, name)
@@ -49,10 +49,22 @@ class Poster:
         self, operation: str, local_side: int, local: Any, remote_side: int, remote: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """As the agent's."""
-        local, remote, runs, _ = ordered(np.asarray(local), np.asarray(remote), self.longest)
+        local, remote, runs = ordered(np.asarray(local), np.asarray(remote), self.longest)
         handle = self._agent.make_prepped_xfer(operation, local_side, local, remote_side, remote, *args, **kwargs)
-        self.stats.record_posted(len(local), runs, self.padding * len(local))
+        self._posted[handle] = len(local), runs, self.padding * len(local)
         return handle
+
+    def get_xfer_telemetry(self, handle: Any) -> Any:
+        """As the agent's; vLLM asks for it where a transfer has succeeded, and counts it."""
+        told = self._agent.get_xfer_telemetry(handle)
+        if (counts := self._posted.pop(handle, None)) is not None:
+            self.stats.record_pairs(*counts)
+        return told
+
+    def release_xfer_handle(self, handle: Any) -> None:
+        """As the agent's."""
+        self._agent.release_xfer_handle(handle)
+        self._posted.pop(handle, None)
 
 
 class RowWorker:

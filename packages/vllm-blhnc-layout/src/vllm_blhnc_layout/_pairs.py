@@ -14,8 +14,8 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 
 
-def ordered(local: Ids, remote: Ids, longest: int | None = None) -> tuple[Ids, Ids, int, int]:
-    """Return the pairs in the order to post them, how many runs they form, and how many descriptors come of them.
+def ordered(local: Ids, remote: Ids, longest: int | None = None) -> tuple[Ids, Ids, int]:
+    """Return the pairs in the order to post them, and how many runs they form.
 
     Args:
         local, remote: Descriptor ids, one-dimensional, of one length; pair `i` moves `remote[i]` to or from `local[i]`.
@@ -25,7 +25,7 @@ def ordered(local: Ids, remote: Ids, longest: int | None = None) -> tuple[Ids, I
     they do not merge again.
     """
     if local.size == 0:
-        return local, remote, 0, 0
+        return local, remote, 0
     order = np.lexsort((local, remote))
     local, remote = local[order], remote[order]
     starts = np.flatnonzero((np.diff(local) != 1) | (np.diff(remote) != 1)) + 1
@@ -33,11 +33,10 @@ def ordered(local: Ids, remote: Ids, longest: int | None = None) -> tuple[Ids, I
     lengths = np.diff(bounds)
     runs = int(lengths.size)
     if longest is None or int(lengths.max()) <= longest:
-        return local, remote, runs, runs
+        return local, remote, runs
     # Position within the run -> piece of the run; later pieces first, so that no piece follows the one before it.
     within = np.arange(local.size) - np.repeat(bounds[:-1], lengths)
     run = np.repeat(np.arange(runs), lengths)
     piece = within // longest
     order = np.lexsort((within, -piece, run))
-    pieces = int(np.sum(-(-lengths // longest)))
-    return local[order], remote[order], runs, pieces
+    return local[order], remote[order], runs

@@ -2,11 +2,12 @@
 """What vLLM's NIXL statistics do not say: how many pairs of blocks a transfer had, in how many runs, and its padding.
 
 Beside vLLM's own `vllm:nixl_num_descriptors`, `nixl_bytes_transferred`, `nixl_post_time_seconds` and
-`nixl_xfer_time_seconds`, counted by the end that posts:
+`nixl_xfer_time_seconds`, counted by the end that posts, and with them: once a transfer has succeeded, so that a failed
+one counts in neither:
 
 - `vllm:nixl_pairs_total`: pairs of descriptors before any were merged (a pair is a block row, or a layer's page);
 - `vllm:nixl_runs_total`: stretches of pairs that follow each other on both sides;
-- `vllm:nixl_padding_bytes_total`: bytes posted that belong to no layer.
+- `vllm:nixl_padding_bytes_total`: bytes moved that belong to no layer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 COUNTS = {
     "pairs": "Pairs of descriptors of NIXL KV cache transfers, before neighbours were merged.",
     "runs": "Runs of pairs of NIXL KV cache transfers that follow each other on both sides.",
-    "padding_bytes": "Bytes posted in NIXL KV cache transfers that belong to no layer.",
+    "padding_bytes": "Bytes moved in NIXL KV cache transfers that belong to no layer.",
 }
 
 
@@ -29,17 +30,17 @@ class RowStats(NixlKVConnectorStats):  # type: ignore[misc]  # no vLLM where typ
 
     def reset(self) -> None:
         """Begin anew."""
-        # In one assignment: another thread may be counting.
-        self.data = {**NixlKVConnectorStats().data, **{key: [] for key in COUNTS}}
+        super().reset()
+        self.data.update({key: [] for key in COUNTS})
 
     def is_empty(self) -> bool:
-        """Return whether nothing was counted: a transfer may be posted in one interval and end in the next."""
+        """Return whether nothing was counted: since 0.32 vLLM counts no transfer whose telemetry is missing."""
         return bool(super().is_empty()) and not any(self.data.get(key) for key in COUNTS)
 
-    def record_posted(self, pairs: int, runs: int, padding_bytes: int) -> None:
-        """Count one transfer that was posted."""
+    def record_pairs(self, pairs: int, runs: int, padding_bytes: int) -> None:
+        """Count one transfer that has succeeded."""
         for key, value in (("pairs", pairs), ("runs", runs), ("padding_bytes", padding_bytes)):
-            self.data.setdefault(key, []).append(value)
+            self.data[key].append(value)
 
 
 class RowPromMetrics(NixlPromMetrics):  # type: ignore[misc]
