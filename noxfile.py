@@ -48,7 +48,7 @@ def _stack(session: nox.Session) -> Path:
         session.run(sys.executable, "-m", "venv", str(ROOT / STACK))
     quiet = ("-q", "--disable-pip-version-check")
     ours = ("-e", "integration", "-e", "packages/vllm-blhnc-layout")
-    session.run(python, "-m", "pip", "install", *quiet, *ours, "pytest>=8", "pytest-timeout>=2.3")
+    session.run(python, "-m", "pip", "install", *quiet, *ours, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100")
     session.run(str(commands / "serving-stack"), "install", "--profile", "cpu")
     return commands
 

@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -26,6 +25,7 @@ from support.engines import handshake
 from support.stack import Stack, until
 from vllm_blhnc_layout import _rows
 
+ROOT = Path(__file__).parents[2]
 LAYERS = ("layers.0", "layers.1", "layers.2")
 
 
@@ -124,29 +124,6 @@ def test_another_row_is_refused_though_vllms_own_comparison_is_off() -> None:
         worker._validate_remote_agent_handshake(SimpleNamespace(region_members=told(), engine_id="e"), 1)
 
 
-def test_counters_survive_an_interval_that_ends_while_another_thread_counts() -> None:
-    from vllm_blhnc_layout._stats import COUNTS, RowStats
-
-    stats, collected, stop = RowStats(), RowStats(), threading.Event()
-
-    def end_intervals() -> None:
-        while not stop.is_set():
-            collected.aggregate(stats.clone_and_reset())
-
-    thread = threading.Thread(target=end_intervals)
-    thread.start()
-    for _ in range(20_000):
-        stats.record_posted(3, 2, 1)
-    stop.set()
-    thread.join()
-    assert set(COUNTS) <= set(stats.data)
-    # What was posted counts though no transfer has ended; an entry in the moment of the change may be lost, not more.
-    told = collected.aggregate(stats).data
-    assert set(told["pairs"]) == {3}
-    assert set(told["padding_bytes"]) == {1}
-    assert len(told["pairs"]) > 15_000
-
-
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
@@ -185,7 +162,6 @@ def rows(tmp_path_factory: pytest.TempPathFactory, stack: Stack) -> Iterator[Sta
     workers = profile["components"]
     for role in ("prefill", "decode"):
         workers[f"old-{role}"] = copy.deepcopy(workers[role])
-        workers[f"old-{role}"]["environment"]["VLLM_KV_CACHE_LAYOUT"] = "LBNHC"
     old = workers["old-decode"]["args"]["kv-transfer-config"]
     old.update(kv_connector_module_path=OURS, kv_connector_extra_config={"fallback": "per-layer"})
     workers["decode"]["args"]["kv-transfer-config"]["kv_connector_module_path"] = OURS
@@ -237,6 +213,15 @@ def test_a_transfer_takes_as_many_descriptors_as_runs_and_answers_the_same(
     assert descriptors == runs <= blocks
     assert size == blocks * 32 * 576 * 2 * 4
     assert answer == stack.complete(prompt)["nvext"]["completion_token_ids"]
+
+
+def test_the_grafana_dashboard_asks_for_what_a_worker_counts(rows: Stack) -> None:
+    board = json.loads((ROOT / "packages/vllm-blhnc-layout/grafana/block-rows.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    asked = set(re.findall(r"vllm:\w+", " ".join(queries)))
+    assert {"vllm:nixl_pairs_total", "vllm:nixl_runs_total", "vllm:nixl_padding_bytes_total"} < asked
+    counted = set(re.findall(r"^(vllm:\w+)", rows.metrics("decode"), re.MULTILINE))
+    assert asked <= counted
 
 
 def test_the_layout_is_chosen_and_the_rows_are_named_in_the_log(rows: Stack) -> None:
