@@ -10,8 +10,6 @@ import pytest
 from support.pool import transfers
 from support.sessions import AgentWorkload
 
-pytest.importorskip("vllm")
-
 LOAD = AgentWorkload(seed=7, sessions=4, turns=5, cold_per_s=0, ramp_s=12).scaled(1 / 25)
 
 
