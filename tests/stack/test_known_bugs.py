@@ -175,7 +175,7 @@ class Layer:
 
 
 @pytest.fixture
-def packed(configure: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], Any]]:
+def packed(configure: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Make a worker by its constructor, NIXL aside, and register a pool of two groups, blocks of 256 and 4 tokens."""
     import vllm.v1.core.kv_cache_utils as planner
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
@@ -208,7 +208,8 @@ def packed(configure: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
     layers.update({name: Layer(CompressorBackend if "state" in name else DeepseekV4IndexerBackend) for name in caches})
     made = []
 
-    def make(kind: Any) -> Any:
+    def make(kind: Any, **extra: Any) -> Any:
+        config.kv_transfer_config.kv_connector_extra_config = extra
         made.append(kind(config, "engine", plan))
         made[-1].register_kv_caches(caches)
         return made[-1]
@@ -219,7 +220,7 @@ def packed(configure: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_pool_of_several_groups_moves_as_in_stock_vllm_and_the_reason_is_told(
-    packed: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+    packed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vllm#50714: "No common block size for 4", the smallest block of a group, which is none that all kernels take."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
@@ -244,3 +245,28 @@ def test_a_pool_of_several_groups_moves_as_in_stock_vllm_and_the_reason_is_told(
     for name in ("block_len_per_layer", "block_stride_per_layer", "region_names", "region_group_ids", "compat_hash"):
         assert getattr(ours, name) == getattr(stock, name), name
     assert ours.xfer_handshake_metadata == stock.xfer_handshake_metadata
+
+
+def test_a_worker_that_is_to_move_rows_and_cannot_does_not_start(packed: Callable[..., Any]) -> None:
+    from vllm_blhnc_layout.pull import RowPullWorker
+
+    with pytest.raises(_layout.InvalidLayout, match="would not move by block rows: not with several groups of layers"):
+        packed(RowPullWorker, fallback="refuse")
+    with pytest.raises(ValueError, match="fallback 'layers' in kv_connector_extra_config"):
+        packed(RowPullWorker, fallback="layers")
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_stock_vllm_pushes_block_rows_and_pulls_pages_of_layers(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#55434. When this fails for a pull, vLLM's pull connector registers rows: ours can become like the push."""
+    from support import rows
+
+    (stock,) = (kind for kind in rows.WORKERS[mode].__mro__ if kind.__name__ == f"Nixl{mode.title()}ConnectorWorker")
+    monkeypatch.setitem(rows.WORKERS, mode, stock)
+    planned = rows.plan([rows.Cache(f"layers.{number}", 576) for number in range(3)], 16, 4)
+    agent = MagicMock(get_agent_metadata=lambda: b"")
+    rank = rows.Rank(mode, planned, lambda *_: agent, "engine")
+    regions = rank.worker.block_len_per_layer
+    assert len(regions) == {"pull": 3, "push": 1}[mode]
+    assert sum(regions) == planned.stride
+    rank.worker.shutdown()

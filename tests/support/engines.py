@@ -120,10 +120,19 @@ class Engine:
             transfers: `kv_transfer_params` of each.
 
         Returns:
-            For each prompt `tokens`, `gaps` (by how much the log-probability of a token exceeds the next best one's),
-            `reason` (why it ended) and `transfer`, what a decode engine needs to have the prompt's KV.
+            For each prompt `tokens`, `seconds` (the next best token of each step), `gaps` (by how much the best one's
+            log-probability exceeds that one's), `reason` (why it ended) and `transfer`, what a decode engine needs to
+            have the prompt's KV.
         """
         answer: list[dict[str, Any]] = self.ask(prompts=prompts, tokens=tokens, transfers=transfers)
+        return answer
+
+    def cached(self, prompt: list[int]) -> list[int]:
+        """Return the blocks in which its block manager finds the full blocks of a prompt, in the prompt's order.
+
+        The last token does not count: it is always computed.
+        """
+        answer: list[int] = self.ask(cached=prompt)
         return answer
 
     def counters(self) -> dict[str, float]:
@@ -259,6 +268,9 @@ def _serve(told: dict[str, Any], answers: IO[str]) -> None:
         if request.get("counters"):
             answer(_counters(llm))
             continue
+        if "cached" in request:
+            answer(_cached(llm, request["cached"]))
+            continue
         prompts = request["prompts"]
         transfers = request["transfers"] or [{"do_remote_decode": True, "do_remote_prefill": False}] * len(prompts)
         sampling = [
@@ -277,7 +289,7 @@ def _serve(told: dict[str, Any], answers: IO[str]) -> None:
             [
                 {
                     "tokens": list(one.outputs[0].token_ids),
-                    "gaps": [_gap(step) for step in one.outputs[0].logprobs or []],
+                    **_others(one.outputs[0].logprobs or []),
                     "reason": one.outputs[0].finish_reason,
                     "transfer": one.kv_transfer_params,
                 }
@@ -286,9 +298,23 @@ def _serve(told: dict[str, Any], answers: IO[str]) -> None:
         )
 
 
-def _gap(step: dict[int, Any]) -> float:
-    best, second = sorted((told.logprob for told in step.values()), reverse=True)[:2]
-    return float(best - second)
+def _others(steps: list[dict[int, Any]]) -> dict[str, Any]:
+    seconds, gaps = [], []
+    for step in steps:
+        (_, best), (second, next_best) = sorted(step.items(), key=lambda told: -told[1].logprob)[:2]
+        seconds.append(second)
+        gaps.append(float(best.logprob - next_best.logprob))
+    return {"seconds": seconds, "gaps": gaps}
+
+
+def _cached(llm: Any, prompt: list[int]) -> list[int]:
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    core = llm.llm_engine.engine_core.engine_core
+    asked = Request("cached", prompt, SamplingParams(), None, block_hasher=core.request_block_hasher)
+    blocks = core.scheduler.kv_cache_manager.get_computed_blocks(asked)[0]
+    return [int(number) for number in blocks.get_block_ids()[0]]
 
 
 def _counters(llm: Any) -> dict[str, float]:

@@ -89,6 +89,13 @@ def test_another_fallback_is_refused_by_its_value(given: Any) -> None:
         _layout.fallback(config(kv_connector_extra_config={"fallback": given}))
 
 
+def test_refuse_asks_for_rows_as_nothing_does(patched: Callable[[bool], None]) -> None:
+    patched(True)
+    for extra in ({}, {"fallback": "refuse"}):
+        asked = _layout.preferred(config(kv_connector_extra_config=extra), lambda: ["AMX_MLA"], alone)
+        assert asked == ("BLHNC", "attention backend AMX_MLA")
+
+
 def test_what_is_known_goes_by_the_version(vllm: Callable[[str], None]) -> None:
     name = "FLASHINFER_MLA_SPARSE_SM90"
     assert _layout.known(name) == _layout.Entry(rows=1, untried="not tried on a GPU")

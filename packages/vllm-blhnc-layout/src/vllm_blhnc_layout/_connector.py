@@ -79,18 +79,15 @@ class RowWorker:
         named = extra.get("weights_identity")
         if named is not None and not (isinstance(named, str) and named):
             raise ValueError(f"weights_identity {named!r} in kv_connector_extra_config: a text that is not empty")
-        #: What tells the weights: a name that was given, a sample of the files, or at least the revision.
-        self._weights: str | None = named or sample(vllm_config.model_config.model, vllm_config.model_config.revision)
-        if self._weights is None:
-            logger.warning("no weights found at %s: peers compare names alone", vllm_config.model_config.model)
-            self._weights = vllm_config.model_config.revision
+        self._weights: str | None = named
+        _layout.fallback(vllm_config)  # a wrong one is refused here
         self.nixl_wrapper = Poster(self.nixl_wrapper)  # type: ignore[has-type]
         self.xfer_stats = self.nixl_wrapper.stats
         self._facts: list[list[str]] = []
 
     def _find_rows(self, caches: dict[str, torch.Tensor]) -> _rows.Rows:
         """Return the pool's rows; raise `NoRows` where a page is not what moves, whatever the layout."""
-        if _layout.fallback(self.vllm_config):  # type: ignore[attr-defined]
+        if _layout.fallback(self.vllm_config) == _layout.PER_LAYER:  # type: ignore[attr-defined]
             raise _rows.NoRows("fallback per-layer")
         layout = self.kv_cache_layout  # type: ignore[attr-defined]
         if not self._has_packed_cache:  # type: ignore[attr-defined]
@@ -122,13 +119,15 @@ class RowWorker:
                 backend = module.get_attn_backend().get_name()
                 readers[layer] = _layout.reader(backend, specs[layer].cache_dtype_str, sm100)
         _layout.check_step(rows, self.block_size, readers)  # type: ignore[attr-defined]
+        if unknown := sorted({name for name in readers.values() if _layout.known(name) is None}):
+            logger.warning("nothing is known of %s: it may not find blocks that lie apart", " and ".join(unknown))
         return rows
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the block rows of the pool, or, where it has none, what vLLM registers.
 
         Raises:
-            InvalidLayout: an attention backend cannot address these rows.
+            InvalidLayout: an attention backend cannot address these rows, or there are none and `fallback` is "refuse".
             ValueError: `max_descriptor_bytes` is less than a row.
             RuntimeError: vLLM registered something else than the rows.
         """
@@ -136,6 +135,8 @@ class RowWorker:
         try:
             rows = self._find_rows(kv_caches)
         except _rows.NoRows as reason:
+            if _layout.fallback(self.vllm_config) == _layout.REFUSE:  # type: ignore[attr-defined]
+                raise _layout.InvalidLayout(f"KV would not move by block rows: {reason}") from None
             register(kv_caches)
             if self._limit is not None:
                 self.nixl_wrapper.longest = max(1, self._limit // max(self.block_len_per_layer))  # type: ignore[attr-defined]
@@ -167,6 +168,17 @@ class RowWorker:
     #: Whether vLLM's own worker registers block rows.
     _registers_rows: ClassVar[bool] = False
 
+    def _tell_weights(self) -> str | None:
+        """Return what tells the weights: a name that was given, a sample of the files, or at least the revision."""
+        if self._weights is not None:
+            return self._weights
+        model, cache = self.model_config, self.vllm_config.load_config.download_dir  # type: ignore[attr-defined]
+        found = sample(model.model, model.revision, cache)
+        if found is None:
+            logger.warning("no weights found at %s: peers compare no more than its name", model.model)
+        revision: str | None = model.revision
+        return found or revision
+
     def _agree(self, rows: _rows.Rows) -> None:
         cache = self.vllm_config.cache_config  # type: ignore[attr-defined]
         facts = {
@@ -176,7 +188,7 @@ class RowWorker:
             "block size": self.block_size,  # type: ignore[attr-defined]
             "cache dtype": str(self.model_config.dtype if cache.cache_dtype == "auto" else cache.cache_dtype),  # type: ignore[attr-defined]
             "layout": self.kv_cache_layout,  # type: ignore[attr-defined]
-            "weights": self._weights,
+            "weights": self._tell_weights(),
         }
         agreement = Agreement.of(str(self.compat_hash), facts)  # type: ignore[has-type]
         self.compat_hash = agreement
@@ -189,13 +201,22 @@ class RowWorker:
             compatibility_hash=str.__str__(agreement), agent_metadata_bytes=msgspec.msgpack.encode(metadata)
         )
 
-    def _validate_remote_agent_handshake(self, nixl_agent_meta: NixlAgentMetadata, *args: Any, **kwargs: Any) -> None:
-        theirs = nixl_agent_meta.region_members
-        if self._facts and theirs != self._facts:
-            text = theirs[0][0] if theirs and theirs[0] else ""
-            said = differences(f" {self._facts[0][0]}", f" {text}" if text.startswith("{") else "")
+    def _refuse_another(self, theirs: NixlAgentMetadata) -> None:
+        if self._facts and theirs.region_members != self._facts:
+            (ours,), told = self._facts[0], theirs.region_members
+            text = told[0][0] if told and told[0] else ""
+            said = differences(f" {ours}", f" {text}" if text.startswith("{") else "")
             raise IncompatiblePeer(f"this peer's cache cannot be read: {'; '.join(said)}")
+
+    def _validate_remote_agent_handshake(self, nixl_agent_meta: NixlAgentMetadata, *args: Any, **kwargs: Any) -> None:
+        self._refuse_another(nixl_agent_meta)
         super()._validate_remote_agent_handshake(nixl_agent_meta, *args, **kwargs)  # type: ignore[misc]
+
+    def _add_notif_only_remote_agent(self, metadata: NixlAgentMetadata, *args: Any, **kwargs: Any) -> str:
+        # The decode end of a push, which vLLM does not let look at its peer: it would wait for blocks that never come.
+        self._refuse_another(metadata)
+        name: str = super()._add_notif_only_remote_agent(metadata, *args, **kwargs)  # type: ignore[misc]
+        return name
 
 
 def backend_names(vllm_config: VllmConfig) -> list[str]:

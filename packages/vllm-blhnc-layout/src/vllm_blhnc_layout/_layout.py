@@ -100,16 +100,23 @@ def reader(name: str, cache_dtype: str | None, sm100: bool) -> str:
     return "FLASHMLA_SPARSE_PAGES" if pages else name
 
 
-def fallback(vllm_config: Any) -> bool:
-    """Return whether KV is to move layer by layer, so that stock peers can take part: while a fleet is upgraded.
+#: What `fallback` says of an engine that cannot, or is not to, move block rows.
+PER_LAYER, REFUSE = "per-layer", "refuse"
+
+
+def fallback(vllm_config: Any) -> str | None:
+    """Return what `fallback` in `kv_connector_extra_config` says, if anything.
+
+    `per-layer`: KV is to move layer by layer, so that stock peers can take part, while a fleet is upgraded. `refuse`:
+    an engine that cannot move block rows is not to start.
 
     Raises:
-        ValueError: `fallback` in `kv_connector_extra_config` is neither absent nor "per-layer".
+        ValueError: it says something else.
     """
-    given = vllm_config.kv_transfer_config.kv_connector_extra_config.get("fallback")
-    if given not in (None, "per-layer"):
-        raise ValueError(f"fallback {given!r} in kv_connector_extra_config: 'per-layer' or nothing")
-    return given is not None
+    given: str | None = vllm_config.kv_transfer_config.kv_connector_extra_config.get("fallback")
+    if given not in (None, PER_LAYER, REFUSE):
+        raise ValueError(f"fallback {given!r} in kv_connector_extra_config: {PER_LAYER!r}, {REFUSE!r} or nothing")
+    return given
 
 
 def preferred(
@@ -124,7 +131,7 @@ def preferred(
         siblings: Returns the other connectors and the layouts that they ask for.
     """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
-    if fallback(vllm_config):
+    if fallback(vllm_config) == PER_LAYER:
         return None, "fallback per-layer"
     if not vllm_config.model_config.use_mla:
         return None, "the model has no MLA cache"
