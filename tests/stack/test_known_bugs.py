@@ -270,3 +270,20 @@ def test_stock_vllm_pushes_block_rows_and_pulls_pages_of_layers(mode: str, monke
     assert len(regions) == {"pull": 3, "push": 1}[mode]
     assert sum(regions) == planned.stride
     rank.worker.shutdown()
+
+
+def test_of_a_backend_that_nothing_is_known_of_the_log_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from support import rows
+    from vllm_blhnc_layout import _connector
+
+    told: list[str] = []
+    monkeypatch.setattr(_connector.logger, "warning", lambda text, *args: told.append(text % args))
+    planned = rows.plan([rows.Cache("layers.0", 576)], 16, 4)
+    expected = []
+    for missing in (False, True):
+        if missing:
+            monkeypatch.delitem(_layout.TABLE, "TRITON_MLA")
+            expected.append("nothing is known of TRITON_MLA: it may not find blocks that lie apart")
+        rank = rows.Rank("pull", planned, lambda *_: MagicMock(get_agent_metadata=lambda: b""), "engine")
+        rank.worker.shutdown()
+        assert told == expected

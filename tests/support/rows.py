@@ -286,7 +286,10 @@ class Exchange:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for rank in (*self.decode, *self.prefill):
+        ranks = (*self.decode, *self.prefill)
+        for rank in ranks:
+            rank.worker._handshake_initiation_executor.shutdown(wait=True)  # which vLLM does not wait for
+        for rank in ranks:
             rank.worker.shutdown()
 
     def move(self, local: Sequence[int], remote: Sequence[int]) -> None:
@@ -302,6 +305,8 @@ class Exchange:
         there, here = self.prefill[0], self.decode[0]
         push = here.mode == "push"
         at, back = (desk.port for desk in _desks())
+        if push:
+            self._meet(there, at)
         for rank in self.prefill:
             told = NixlConnectorMetadata()
             told.reqs_in_batch = {request}
@@ -328,6 +333,21 @@ class Exchange:
                 }
             rank.worker.start_load_kv(told)
         self._await(request)
+
+    def _meet(self, there: Rank, port: int) -> None:
+        """Have decode know prefill before it writes: vLLM's decode ranks fail where they are written to before.
+
+        Prefill writes to all of them once the first has registered, and `get_transfer_results` of one that is still in
+        its handshake then raises KeyError, on 0.31 and 0.32.
+        """
+        for rank in self.decode:
+            rank.worker._ensure_handshake(there.engine, HOST, port, there.ranks, notif_agents_only=True)
+        for rank in self.decode:
+            while True:
+                with rank.worker._handshake_lock:
+                    if not rank.worker._handshake_futures:
+                        break
+                time.sleep(0.0005)
 
     def _await(self, request: str) -> None:
         receiving, sending = set(self.decode), set(self.prefill)
