@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import time
 
 import psutil
 
 from .errors import StackError
 from .launcher import LONGEST_END
 from .state import Run, end, gone, listener
+
+#: How long sockets may outlive their processes, seconds.
+SOCKETS_END = 10.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +51,11 @@ def run(args: argparse.Namespace) -> int:
     if left:
         raise StackError(f"processes left: {', '.join(str(process.pid) for process in left)}")
     ports = [state.port, *(port for component in state.components.values() for port in component.ports.values())]
-    held = {port: holder for port in ports if (holder := listener(port)) is not None}
-    if held:
-        raise StackError("ports left: " + "; ".join(f"{port}: {holder}" for port, holder in held.items()))
+    # A process counts as ended when its first thread has; its last one closes the sockets, on a busy machine later.
+    deadline = time.monotonic() + SOCKETS_END
+    while held := {port: holder for port in ports if (holder := listener(port)) is not None}:
+        if time.monotonic() > deadline:
+            raise StackError("ports left: " + "; ".join(f"{port}: {holder}" for port, holder in held.items()))
+        time.sleep(0.2)
     print(f"ended {ended} processes")
     return 0

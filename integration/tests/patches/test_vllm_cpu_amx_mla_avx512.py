@@ -24,14 +24,17 @@ import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import CpuArchEnum
 
-def choose(amx, bf16, architecture=CpuArchEnum.X86):
+def choose(amx, bf16, architecture=CpuArchEnum.X86, dtype=torch.bfloat16):
     torch.cpu._is_amx_tile_supported = lambda: amx
     torch.cpu._is_avx512_bf16_supported = lambda: bf16
     CpuPlatform.get_cpu_architecture = classmethod(lambda cls: architecture)
-    wanted = SimpleNamespace(use_sparse=False, use_mla=True)
+    wanted = SimpleNamespace(use_sparse=False, use_mla=True, dtype=dtype)
     return CpuPlatform.get_attn_backend_cls(None, wanted).rsplit(".", 1)[-1]
 
-print(json.dumps([choose(True, True), choose(False, True), choose(False, False), choose(False, True, CpuArchEnum.ARM)]))
+print(json.dumps([
+    choose(True, True), choose(False, True), choose(False, False), choose(False, True, CpuArchEnum.ARM),
+    choose(False, True, dtype=torch.float16),
+]))
 """
 AMX, PLAIN = "AMXMLABackend", "CPUMLABackend"
 
@@ -48,10 +51,12 @@ given = EngineArgs(MODEL, skip_tokenizer_init=True, max_model_len=2048, block_si
 given = given.create_engine_config()
 CpuPlatform.get_cpu_architecture = classmethod(lambda cls: CpuArchEnum.X86)
 found = []
-for amx, bf16 in ((True, True), (False, True), (False, False)):
+for amx, bf16, dtype in ((True, True, torch.bfloat16), (False, True, torch.bfloat16), (False, False, torch.bfloat16),
+                         (False, True, torch.float16)):
     torch.cpu._is_amx_tile_supported = lambda: amx
     torch.cpu._is_avx512_bf16_supported = lambda: bf16
     config = copy.deepcopy(given)
+    config.model_config.dtype = dtype
     CpuPlatform.check_and_update_config(config)
     cache, scheduler = config.cache_config, config.scheduler_config
     found.append([cache.block_size, cache.enable_prefix_caching, scheduler.enable_chunked_prefill])
@@ -124,19 +129,19 @@ def test_published_vllm_asks_for_amx(python: Python, published: str) -> None:
     """When this fails, upstream has been cured and the patch can go."""
     done = python(published + CHOOSE)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [AMX, PLAIN, PLAIN, PLAIN]
+    assert json.loads(done.stdout.splitlines()[-1]) == [AMX, PLAIN, PLAIN, PLAIN, PLAIN]
 
 
 @pytest.mark.installed
 def test_installed_vllm_takes_its_fast_backend_on_avx512_bf16_as_well(python: Python) -> None:
     done = python(CHOOSE)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [AMX, AMX, PLAIN, PLAIN]
+    assert json.loads(done.stdout.splitlines()[-1]) == [AMX, AMX, PLAIN, PLAIN, PLAIN]
 
 
 def test_prefix_caching_goes_with_the_backend(python: Python, published: str, tmp_path: Path) -> None:
     model = f"MODEL = {str(write_model(tmp_path / 'glm-tiny'))!r}\n"
-    for script, expected in ((published + model, [FAST, SLOW, SLOW]), (model, [FAST, FAST, SLOW])):
+    for script, expected in ((published + model, [FAST, SLOW, SLOW, SLOW]), (model, [FAST, FAST, SLOW, SLOW])):
         done = python(script + SETTLE)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1]) == expected
