@@ -185,7 +185,7 @@ for folder, options in json.loads(sys.argv[1]):
     child = os.fork()
     if child == 0:
         llm = LLM(folder, block_size=32, max_model_len=2048, enforce_eager=True, disable_log_stats=False,
-                  kv_transfer_config=transfer, num_gpu_blocks_override=128, **options)
+                  kv_transfer_config=transfer, num_gpu_blocks_override=160, **options)
         prompt = {"prompt_token_ids": prompt_tokens(1000)}
         answer = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1))[0]
         print("cached", answer.num_cached_tokens, flush=True)
