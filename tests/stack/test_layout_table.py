@@ -440,7 +440,7 @@ def test_a_worker_holds_its_pool_against_the_backends_of_its_layers(
         ),
         kv_cache_config=SimpleNamespace(transfer_groups=[None]),
         kv_cache_layout="BLHNC",
-        attn_backends=[backend(name)],
+        _fallback=None,
         block_size=block,
         num_blocks=BLOCKS,
         _layer_specs=specs,

@@ -79,23 +79,26 @@ def hand_over(prefill: Engine, decode: Engine, prompts: list[list[int]], tokens:
     return decode.generate(prompts, tokens, [one["transfer"] for one in begun])
 
 
-def assert_same_answers(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> None:
+def parted(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> int:
+    return sum(one["tokens"] != other["tokens"] for one, other in zip(ours, stock, strict=True))
+
+
+def assert_same_answers(ours: list[dict[str, Any]], stock: list[dict[str, Any]]) -> int:
     """Token for token; where stock's two best tokens are as good as each other, it may be the other one.
 
-    How a prompt was cut and batched decides it there. Of 50 answers parted so in one run: stock against itself, its
-    prompts cached by then, 7; rows against stock 2; the mixed pair, which comes second on that cache, 8.
+    How a prompt was cut and batched decides it there: stock parts from itself so, which the test of fifty prints.
+    Returns how many answers parted.
     """
-    parted = 0
     for number, (one, other) in enumerate(zip(ours, stock, strict=True)):
         assert len(one["tokens"]) == len(other["tokens"]) > 0
         step = next(
             (i for i, pair in enumerate(zip(one["tokens"], other["tokens"], strict=True)) if len({*pair}) > 1), -1
         )
         if step >= 0:
-            parted += 1
             assert other["gaps"][step] < CLOSE, f"answer {number} parts at step {step}"
             assert one["tokens"][step] == other["seconds"][step], f"answer {number} parts at step {step}"
-    assert parted <= len(ours) // 4
+    assert parted(ours, stock) <= len(ours) // 10
+    return parted(ours, stock)
 
 
 def mixed_prompts() -> list[list[int]]:
@@ -123,9 +126,13 @@ def test_fifty_prompts_answer_as_in_stock_vllm_though_some_are_preempted(fleet: 
     before = {name: engine.counters() for name, engine in vars(fleet).items()}
     stock = hand_over(fleet.stock, fleet.stock_decode, prompts, 24)
     rows = hand_over(fleet.prefill, fleet.decode, prompts, 24)
-    assert_same_answers(rows, stock)
+    # By now stock's prefill engine has the prompts cached, and reads what is left of them in other pieces.
+    again = hand_over(fleet.stock, fleet.stock_decode, prompts, 24)
     mixed = hand_over(fleet.stock, fleet.layers, prompts, 24)
-    assert_same_answers(mixed, stock)
+    print(
+        f"of {len(prompts)} answers part at a near tie: rows from stock {assert_same_answers(rows, stock)}, the mixed"
+    )
+    print(f"pair from stock {assert_same_answers(mixed, again)}, stock from itself {parted(again, stock)}")
     assert {one["reason"] for one in rows + stock + mixed} == {"length"}
     for name in ("stock_decode", "layers", "decode"):
         assert gained(getattr(fleet, name), before[name], "num_preemptions_total") > (0,), name

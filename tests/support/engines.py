@@ -21,28 +21,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from serving_stack import profile as profiles
 from serving_stack.state import free_ports
 
-__all__ = ["Engine", "handshake", "read_pool", "running"]
+__all__ = ["Engine", "handshake", "running"]
 
 #: An engine that says nothing for so long is given up, seconds.
 PATIENCE = 300
-#: What the profile `cpu` sets for its workers.
-ENVIRONMENT = {
-    "UCX_TLS": "tcp,self,sm",
-    "UCX_NET_DEVICES": "lo",
-    "NIXL_PROGRESS_THREAD_DELAY_US": "10000",
-    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "KMP_BLOCKTIME": "0",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
+
+
+def _environment() -> dict[str, str]:
+    """What the profile `cpu` sets for its workers, Dynamo's part aside, and one process for all of an engine."""
+    given = profiles.load("cpu").environment
+    found = {name: str(value) for name, value in given.items() if not name.startswith("DYN_")}
+    return {**found, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @dataclass
@@ -56,7 +48,6 @@ class Engine:
     layout: str | None = None  #: for VLLM_KV_CACHE_LAYOUT
     blocks: int = 256  #: of 32 tokens each, in its pool
     extra: dict[str, Any] = field(default_factory=dict)  #: for `kv_connector_extra_config`
-    options: dict[str, Any] = field(default_factory=dict)  #: of `vllm.LLM`
     second_cache: bool = False  #: give every other layer a second cache, with pages of another width
 
     def start(self) -> None:
@@ -68,7 +59,6 @@ class Engine:
             "enforce_eager": True,
             "disable_log_stats": False,
             "num_gpu_blocks_override": self.blocks,
-            **self.options,
         }
         transfer = {
             "kv_connector": "NixlConnector",
@@ -78,7 +68,7 @@ class Engine:
             "kv_connector_extra_config": self.extra,
         }
         reads, writes = os.pipe()
-        environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, _search_path()))}
+        environment = {**os.environ, **_environment(), "PYTHONPATH": os.pathsep.join(filter(None, _search_path()))}
         self._port = _port()
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(self._port)
         environment.pop("VLLM_KV_CACHE_LAYOUT", None)
@@ -117,7 +107,7 @@ class Engine:
         Args:
             prompts: Token ids.
             tokens: How many to generate for each.
-            transfers: `kv_transfer_params` of each.
+            transfers: `kv_transfer_params` of each, at the decode end; without, what asks for a prefill.
 
         Returns:
             For each prompt `tokens`, `seconds` (the next best token of each step), `gaps` (by how much the best one's
@@ -154,8 +144,20 @@ class Engine:
         raise AssertionError(f"{self.role} engine, {self.log}: {tail}")
 
     def pool(self) -> Any:
-        """Read its pool of block rows out of its memory, as `[blocks, stride]` of bytes; see `read_pool`."""
-        return read_pool(self._port, self._process.pid)
+        """Read its pool of block rows out of its memory, as `[blocks, stride]` of bytes.
+
+        Its handshake says where the pool lies, one region; beyond that the connector has no part in it.
+        """
+        import msgspec
+        import numpy as np
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+
+        told = msgspec.msgpack.decode(handshake(self._port).agent_metadata_bytes, type=NixlAgentMetadata)
+        (base,), (stride,) = told.kv_caches_base_addr, told.block_strides
+        with open(f"/proc/{self._process.pid}/mem", "rb", buffering=0) as memory:
+            memory.seek(base)
+            content = memory.read(told.num_blocks * stride)
+        return np.frombuffer(content, dtype=np.uint8).reshape(told.num_blocks, stride)
 
     def stop(self) -> None:
         """End it at once: NIXL 1.4.1 crashes in an orderly end."""
@@ -198,25 +200,6 @@ def handshake(port: int) -> Any:
     return msgspec.msgpack.decode(frames[0], type=NixlHandshakePayload)
 
 
-def read_pool(port: int, pid: int) -> Any:
-    """Read a worker's whole pool out of its memory, as `[blocks, stride]` of bytes: the connector has no part in it.
-
-    Args:
-        port: The worker's side channel: its handshake says where the pool lies, one region of block rows.
-        pid: The process that holds it.
-    """
-    import msgspec
-    import numpy as np
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
-
-    told = msgspec.msgpack.decode(handshake(port).agent_metadata_bytes, type=NixlAgentMetadata)
-    (base,), (stride,) = told.kv_caches_base_addr, told.block_strides
-    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-        memory.seek(base)
-        content = memory.read(told.num_blocks * stride)
-    return np.frombuffer(content, dtype=np.uint8).reshape(told.num_blocks, stride)
-
-
 def _port() -> int:
     """Return a free port below those that the kernel hands out: it is bound only seconds later."""
     _ports[:] = free_ports(1, above=_ports[0])
@@ -249,7 +232,6 @@ def _serve(told: dict[str, Any], answers: IO[str]) -> None:
 
         second_cache.register()
     llm = LLM(**told["options"], kv_transfer_config=KVTransferConfig(**told["transfer"]))
-    producer = told["transfer"]["kv_role"] == "kv_producer"
 
     def answer(content: Any) -> None:
         answers.write(json.dumps(content) + "\n")
@@ -280,7 +262,7 @@ def _serve(told: dict[str, Any], answers: IO[str]) -> None:
                 ignore_eos=True,
                 logprobs=2,
                 detokenize=False,
-                extra_args={"kv_transfer_params": transfer} if producer or request["transfers"] else None,
+                extra_args={"kv_transfer_params": transfer},
             )
             for transfer in transfers
         ]

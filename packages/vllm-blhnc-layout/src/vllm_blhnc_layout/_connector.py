@@ -80,14 +80,14 @@ class RowWorker:
         if named is not None and not (isinstance(named, str) and named):
             raise ValueError(f"weights_identity {named!r} in kv_connector_extra_config: a text that is not empty")
         self._weights: str | None = named
-        _layout.fallback(vllm_config)  # a wrong one is refused here
+        self._fallback = _layout.fallback(vllm_config)
         self.nixl_wrapper = Poster(self.nixl_wrapper)  # type: ignore[has-type]
         self.xfer_stats = self.nixl_wrapper.stats
         self._facts: list[list[str]] = []
 
     def _find_rows(self, caches: dict[str, torch.Tensor]) -> _rows.Rows:
         """Return the pool's rows; raise `NoRows` where a page is not what moves, whatever the layout."""
-        if _layout.fallback(self.vllm_config) == _layout.PER_LAYER:  # type: ignore[attr-defined]
+        if self._fallback == _layout.PER_LAYER:
             raise _rows.NoRows("fallback per-layer")
         layout = self.kv_cache_layout  # type: ignore[attr-defined]
         if not self._has_packed_cache:  # type: ignore[attr-defined]
@@ -113,11 +113,10 @@ class RowWorker:
         own = {layer: cache for layer, cache in caches.items() if layer in specs}
         rows = _rows.find(own, self.num_blocks)  # type: ignore[attr-defined]
         readers = {}
-        if self.attn_backends:  # type: ignore[attr-defined]
-            config, sm100 = self.vllm_config, current_platform.is_device_capability_family(100)  # type: ignore[attr-defined]
-            for layer, module in get_layers_from_vllm_config(config, AttentionLayerBase, list(own)).items():
-                backend = module.get_attn_backend().get_name()
-                readers[layer] = _layout.reader(backend, specs[layer].cache_dtype_str, sm100)
+        config, sm100 = self.vllm_config, current_platform.is_device_capability_family(100)  # type: ignore[attr-defined]
+        for layer, module in get_layers_from_vllm_config(config, AttentionLayerBase, list(own)).items():
+            backend = module.get_attn_backend().get_name()
+            readers[layer] = _layout.reader(backend, specs[layer].cache_dtype_str, sm100)
         _layout.check_step(rows, self.block_size, readers)  # type: ignore[attr-defined]
         if unknown := sorted({name for name in readers.values() if _layout.known(name) is None}):
             logger.warning("nothing is known of %s: it may not find blocks that lie apart", " and ".join(unknown))
@@ -135,7 +134,7 @@ class RowWorker:
         try:
             rows = self._find_rows(kv_caches)
         except _rows.NoRows as reason:
-            if _layout.fallback(self.vllm_config) == _layout.REFUSE:  # type: ignore[attr-defined]
+            if self._fallback == _layout.REFUSE:
                 raise _layout.InvalidLayout(f"KV would not move by block rows: {reason}") from None
             register(kv_caches)
             if self._limit is not None:

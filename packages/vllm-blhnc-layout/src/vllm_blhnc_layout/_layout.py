@@ -167,9 +167,10 @@ def check_step(rows: Rows, block_size: int, readers: Mapping[str, str]) -> None:
         block_size: Tokens of a block.
         readers: Layer -> name in `TABLE` of what reads it; layers and names that are missing are not looked at.
     """
+    entries = {name: known(name) for name in set(readers.values())}
     for layer, _, page in rows.pages:
         name = readers.get(layer, "")
-        entry = known(name)
+        entry = entries.get(name)
         if entry is None:
             continue
         row = page // block_size

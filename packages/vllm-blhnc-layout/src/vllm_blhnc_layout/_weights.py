@@ -3,7 +3,7 @@
 
 Two engines that were given one path or one name need not hold the same weights: a folder was trained on, a branch has
 moved. What is read of each file is its name, its size, its head (in safetensors: names, types and shapes of all
-tensors) and `SAMPLES` pieces from end to end: 64 KiB and the head, 10 MB for a large model of a hundred files.
+tensors) and `SAMPLES` pieces from end to end, so that a large model takes no longer to look at than it has files.
 """
 
 from __future__ import annotations
