@@ -100,12 +100,12 @@ def test_doctor_names_each_missing_package_with_its_cure(monkeypatch: pytest.Mon
     assert found.cure == "serving-stack install --profile cpu"
 
 
-def test_doctor_says_what_is_lost_without_amx_and_avx512_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_what_is_slow_without_amx_and_avx512_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr(doctor, "_processor_flags", lambda: {"avx2", "avx512f"})
     found = _only("cpu", "processor")
     assert found.verdict == "warn"
-    assert "prefix reuse" in found.what
+    assert "slow backend" in found.what
     for fast in ({"avx512_bf16"}, {"avx512_bf16", "amx_tile", "amx_bf16"}):
         monkeypatch.setattr(doctor, "_processor_flags", lambda fast=fast: {"avx2", "avx512f", *fast})
         assert _only("cpu", "processor").verdict == "ok"

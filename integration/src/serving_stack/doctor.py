@@ -89,11 +89,11 @@ def _processor(profile: profiles.Profile) -> Iterator[Finding]:
             yield Finding("FAIL", "processor: neither AVX-512 nor AVX2", "use another machine")
         fast = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags]
         if fast:
-            yield Finding("ok", f"processor: {fast[0]} (prefix reuse works)")
+            yield Finding("ok", f"processor: {fast[0]}")
         else:
             yield Finding(
                 "warn",
-                "processor: no AMX or AVX-512 BF16, so vLLM switches prefix reuse and chunked prefill off for MLA",
+                "processor: no AMX or AVX-512 BF16, so vLLM runs MLA on its slow backend",
                 "use a Xeon of 2023 or later, or an AMD EPYC of 2022 or later",
             )
     else:

@@ -173,7 +173,7 @@ def ran(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 needs_fast_backend = pytest.mark.skipif(
-    not fast_backend(), reason="no AMX and no AVX-512 BF16: the kernels of AMX_MLA do not run here"
+    not fast_backend(), reason="processor: neither AMX nor AVX-512 BF16, which the kernels of AMX_MLA want"
 )
 
 
