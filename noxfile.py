@@ -31,7 +31,10 @@ LIGHT_TESTS = [
     "tests/support",
     "tests/docs",
     "--ignore=integration/tests/patches",
+    "--ignore=packages/flashinfer-nvfp4-mla/tests",
 ]
+#: The tests that need torch and the engines: those of one plugin, and the whole stack's.
+STACK_TESTS = ["packages/flashinfer-nvfp4-mla/tests", "tests/stack"]
 #: The pinned engines, shared by every session that needs them: about 4 GB.
 STACK = ".nox/stack"
 
@@ -47,7 +50,7 @@ def _stack(session: nox.Session) -> Path:
     if not (commands / "pip").exists():
         session.run(sys.executable, "-m", "venv", str(ROOT / STACK))
     quiet = ("-q", "--disable-pip-version-check")
-    ours = ("-e", "integration", "-e", "packages/vllm-blhnc-layout")
+    ours = ("-e", "integration", "-e", "packages/vllm-blhnc-layout", "-e", "packages/flashinfer-nvfp4-mla")
     session.run(python, "-m", "pip", "install", *quiet, *ours, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100")
     session.run(str(commands / "serving-stack"), "install", "--profile", "cpu")
     return commands
@@ -155,7 +158,7 @@ def patches(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def stack_tests(session: nox.Session) -> None:
     """The whole stack on two cores: real frontend, router, vLLM workers and NIXL."""
-    session.run(str(_stack(session) / "pytest"), *STACK_PYTEST, "tests/stack", *session.posargs, env=NO_PLUGINS)
+    session.run(str(_stack(session) / "pytest"), *STACK_PYTEST, *STACK_TESTS, *session.posargs, env=NO_PLUGINS)
 
 
 #: Newer engines that a plugin supports beside the pinned one, and the tests that run on them.

@@ -155,3 +155,16 @@ def test_doctor_names_who_holds_the_port() -> None:
     assert found.verdict == "FAIL"
     assert "process" in found.what
     assert "--port" in found.cure
+
+
+def test_a_plugin_that_a_profile_wants_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "flashinfer-nvfp4-mla":
+            raise metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(metadata, "version", version)
+    (found,) = [one for one in _of(profiles.load("cpu-nvfp4"), 1) if one.what.startswith("plugin")]
+    assert (found.verdict, found.what) == ("FAIL", "plugin flashinfer-nvfp4-mla: not installed")
+    assert found.cure.startswith("pip install ./packages/flashinfer-nvfp4-mla")
+    assert not [one for one in _of(profiles.load("cpu"), 1) if one.what.startswith("plugin")]

@@ -93,6 +93,53 @@ def test_cpu_agg_profile_is_one_worker_that_moves_nothing() -> None:
     assert not [word for word in worker.args if "kv-transfer" in word or "disaggregation" in word]
 
 
+def test_cpu_nvfp4_profile_is_cpu_with_rows_of_352_bytes() -> None:
+    profile, plain = profiles.load("cpu-nvfp4"), profiles.load("cpu")
+    assert profile.plugins == ["flashinfer-nvfp4-mla"]
+    for ours, stock in zip(
+        _render(profiles.with_mooncake(profile)), _render(profiles.with_mooncake(plain)), strict=True
+    ):
+        added = ["--kv-cache-dtype", "nvfp4_ds_mla"] if ours.worker else []
+        assert sorted(ours.args) == sorted([*stock.args, *added])
+        assert ours.environment == stock.environment
+
+
+EXTENDS = """\
+extends: cpu-agg
+description: other
+environment: {OMP_NUM_THREADS: 2, MORE: 1}
+components:
+  worker: {args: {max-model-len: 16}, ports: [more]}
+  store: {module: s}
+"""
+
+
+def test_a_profile_extends_a_shipped_one(tmp_path: Path) -> None:
+    profile, base = profiles.load(_file(tmp_path, EXTENDS)), profiles.load("cpu-agg")
+    assert profile.description == "other"
+    assert profile.environment == {**base.environment, "OMP_NUM_THREADS": 2, "MORE": 1}
+    assert profile.components["worker"].args == {**base.components["worker"].args, "max-model-len": 16}
+    assert profile.components["worker"].ports == [*base.components["worker"].ports, "more"]
+    assert list(profile.components) == ["frontend", "worker", "store"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("extends: gpu\n", "extends: no shipped profile called 'gpu'; there are cpu, cpu-agg, cpu-nvfp4, mocker"),
+        ("extends: [cpu]\n", r"extends: no shipped profile called \['cpu'\]"),
+        ("extends: cpu\ncomponents: 3\n", "components: Input should be a valid dictionary"),
+        ("extends: cpu\ncomponents: {decode: 3}\n", "components.decode: "),
+        ("extends: cpu\nenvironment: 3\n", "environment: Input should be a valid dictionary"),
+        ("extends: cpu\ncomponents: {decode: {args: 3}}\n", "components.decode.args: "),
+        ("extends: cpu\nplugins: [A b]\n", "plugins.0: "),
+    ],
+)
+def test_what_cannot_be_extended_is_named(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(StackError, match=said):
+        profiles.load(_file(tmp_path, text))
+
+
 OVERLAY = """\
 mooncake:
   files: {a.json: {at: "${store-0.rpc}", all: 1}}
@@ -191,7 +238,7 @@ def test_bad_placeholder_is_refused_by_its_place(tmp_path: Path, value: str, sai
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(StackError, match=r"'gpu'.*cpu, cpu-agg, mocker"):
+    with pytest.raises(StackError, match=r"'gpu'.*cpu, cpu-agg, cpu-nvfp4, mocker"):
         profiles.load("gpu")
 
 

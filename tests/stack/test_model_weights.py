@@ -28,7 +28,7 @@ SHORT = (1, 31, 32, 33, 127, 128, 129, 1000)
 #: Tokens per block, and the blocks that are exchanged: all of 1,000 tokens with the stack's block size, and of 6,000
 #: tokens a sample with vLLM's own for AMX. (There a single block of 32 mostly goes unnoticed.)
 BLOCKS = (32, range(1000 // 32))
-LONG_BLOCKS = (128, (0, 9, 18, 28, 37, 45))
+LONG_BLOCKS = (128, (0, 18, 28, 37, 45))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,9 @@ def model(directory: Path) -> Iterator[Any]:
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"
     with torch.inference_mode():
-        yield transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+        # Where the processor multiplies no bfloat16, that takes three times as long as float32, which is closer still.
+        dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+        yield transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     torch.set_num_threads(threads)
 
 

@@ -49,6 +49,9 @@ class Engine:
     blocks: int = 256  #: of 32 tokens each, in its pool
     extra: dict[str, Any] = field(default_factory=dict)  #: for `kv_connector_extra_config`
     second_cache: bool = False  #: give every other layer a second cache, with pages of another width
+    cache_dtype: str = "auto"  #: for `kv_cache_dtype`
+    environment: dict[str, str] = field(default_factory=dict)  #: on top of everything
+    plain: bool = False  #: run as where the processor has neither AMX nor AVX-512 BF16
 
     def start(self) -> None:
         """Start it, without waiting."""
@@ -59,6 +62,7 @@ class Engine:
             "enforce_eager": True,
             "disable_log_stats": False,
             "num_gpu_blocks_override": self.blocks,
+            "kv_cache_dtype": self.cache_dtype,
         }
         transfer = {
             "kv_connector": "NixlConnector",
@@ -74,7 +78,10 @@ class Engine:
         environment.pop("VLLM_KV_CACHE_LAYOUT", None)
         if self.layout is not None:
             environment["VLLM_KV_CACHE_LAYOUT"] = self.layout
-        told = json.dumps({"options": options, "transfer": transfer, "second_cache": self.second_cache})
+        environment.update(self.environment)
+        told = json.dumps(
+            {"options": options, "transfer": transfer, "second_cache": self.second_cache, "plain": self.plain}
+        )
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "support.engines", told, str(writes)],
@@ -224,6 +231,10 @@ def _idle(llm: Any) -> bool:
 
 
 def _serve(told: dict[str, Any], answers: IO[str]) -> None:
+    if told["plain"]:
+        import torch
+
+        torch.cpu._is_amx_tile_supported = torch.cpu._is_avx512_bf16_supported = lambda: False
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import psutil
 
 from . import profile as profiles
-from .install import differences, lock
+from .install import absent_plugins, differences, lock
 from .state import Run, check_port, free_ports, home, listener
 
 #: Resident memory set aside for one vLLM CPU worker, bytes: three processes, the tiny model, a cache of 1 GiB.
@@ -74,6 +74,8 @@ def _packages(profile: profiles.Profile, name: str) -> Iterator[Finding]:
             )
         else:
             yield Finding("ok", "patches applied")
+    for what, cure in absent_plugins(profile):
+        yield Finding("FAIL", what, cure)
 
 
 def _vllm(profile: profiles.Profile) -> bool:

@@ -64,6 +64,17 @@ def differences(engines: str) -> dict[str, tuple[str, str | None]]:
     return wrong
 
 
+def absent_plugins(profile: profiles.Profile) -> list[tuple[str, str]]:
+    """Return what a profile's plugins lack, each with the command that cures it."""
+    found = []
+    for name in profile.plugins:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found.append((f"plugin {name}: not installed", f"pip install ./packages/{name} (in a checkout)"))
+    return found
+
+
 def _installer() -> list[str]:
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]

@@ -20,6 +20,8 @@ each name in `ports`   a free TCP port, chosen when the stack starts and kept ov
 A file that a process can only read from disk stands under `files`: JSON, written into `${run_dir}/files` at the start.
 
 What stands under `mooncake`, the second cache tier, is merged over the rest by `with_mooncake`, or left out.
+
+`extends: NAME` takes a shipped profile and merges the rest of the file over it, components as the tier's are.
 """
 
 from __future__ import annotations
@@ -97,6 +99,8 @@ class Profile(_Strict):
     served_model_name: Annotated[str, Field(min_length=1)]
     #: Whether the stack runs only with our patches on the installed upstreams.
     requires_patches: bool = False
+    #: Plugins that it runs with, by distribution: `up` refuses to start without them.
+    plugins: list[Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]*$")]] = []
     #: Whether an answer must have moved KV through NIXL before the stack counts as up.
     transfers_kv: bool = False
     #: How long the whole start may take, seconds.
@@ -157,9 +161,42 @@ def load(name_or_file: str) -> Profile:
     else:
         raise StackError(f"no profile called {name_or_file!r}: give a .yaml file or one of {', '.join(shipped())}")
     try:
-        return _checked(yaml.safe_load(text), f"profile {name_or_file}")
+        return _checked(_extended(yaml.safe_load(text), name_or_file), f"profile {name_or_file}")
     except yaml.YAMLError as error:
         raise StackError(f"profile {name_or_file} is not YAML: {error}") from error
+
+
+def _extended(content: Any, where: str) -> Any:
+    """Return a profile's content merged over that of the shipped one that it extends, if it does."""
+    if not isinstance(content, dict) or "extends" not in content:
+        return content
+    changes = dict(content)
+    base = changes.pop("extends")
+    if not isinstance(base, str) or base not in shipped() or base == where:
+        others = ", ".join(name for name in shipped() if name != where)
+        raise StackError(f"profile {where}: extends: no shipped profile called {base!r}; there are {others}")
+    merged = load(base).model_dump(exclude_unset=True)
+    for key in ("environment", "files"):
+        if isinstance(changes.get(key), dict):
+            merged[key] = {**merged.get(key, {}), **changes.pop(key)}
+    components = changes.get("components")
+    if isinstance(components, dict) and all(isinstance(one, dict) for one in components.values()):
+        _merge(merged["components"], changes.pop("components"))
+    return {**merged, **changes}  # what could not be merged is for the schema to refuse
+
+
+def _merge(components: dict[str, Any], changes: dict[str, dict[str, Any]]) -> None:
+    """Merge changes into components: mappings key by key, lists added, everything else replaced."""
+    for kind, changed in changes.items():
+        component = components.setdefault(kind, {})
+        for key, value in changed.items():
+            old = component.get(key)
+            if isinstance(old, dict) and isinstance(value, dict):
+                component[key] = {**old, **value}
+            elif isinstance(old, list) and isinstance(value, list):
+                component[key] = [*old, *value]
+            else:
+                component[key] = value
 
 
 def _checked(content: Any, where: str) -> Profile:
@@ -210,16 +247,7 @@ def with_mooncake(profile: Profile, where: str = "profile") -> Profile:
         return profile
     content = profile.model_dump(exclude={"mooncake"})
     content["files"].update(profile.mooncake.files)
-    for kind, changes in profile.mooncake.components.items():
-        component = content["components"].setdefault(kind, {})
-        for key, value in changes.items():
-            old = component.get(key)
-            if isinstance(old, dict) and isinstance(value, dict):
-                component[key] = {**old, **value}
-            elif isinstance(old, list) and isinstance(value, list):
-                component[key] = [*old, *value]
-            else:
-                component[key] = value
+    _merge(content["components"], profile.mooncake.components)
     return _checked(content, f"{where}: with mooncake")
 
 

@@ -19,6 +19,7 @@ from . import profile as profiles
 from .doctor import tier_lacks
 from .down import take_down
 from .errors import StackError
+from .install import absent_plugins
 from .launcher import LONGEST_END, Plan
 from .state import HOME_VARIABLE, MARK, ComponentState, Run, RunState, check_port, free_ports, home, listener
 
@@ -68,6 +69,8 @@ def _profile(args: argparse.Namespace) -> tuple[profiles.Profile, list[str]]:
 def _plan(args: argparse.Namespace, run: Run) -> Plan:
     check_port(args.port)
     profile, tier = _profile(args)
+    for what, cure in absent_plugins(profile):
+        raise StackError(f"{what}. Cure: {cure}")
     if profile.requires_patches:
         from .patches import missing
 

@@ -3,7 +3,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import logging
+import os
+from collections.abc import Callable
 from importlib import metadata
+from typing import Any
 
 #: Upstream distribution -> supported versions (PEP 440). The same ranges stand as extras in `pyproject.toml`.
 SUPPORTED: dict[str, str] = {
@@ -29,3 +35,108 @@ def check() -> None:
         if not SpecifierSet(supported).contains(installed, prereleases=True):
             message = f"{__package__} supports {name} {supported}, but {name} {installed} is installed"
             raise UnsupportedUpstreamError(message)
+
+
+#: The type of cache that this package serves, in vLLM's words.
+CACHE_DTYPE = "nvfp4_ds_mla"
+#: Switches folding off where it is 0: weights stay as they are.
+FOLDING = "FLASHINFER_NVFP4_MLA_FOLDING"
+#: Attribute of vLLM's configuration of the cache: what `fold_model` returned, of all models of the engine.
+_FOLDED = "_nvfp4_mla_folded"
+
+
+def fold_at_load() -> None:
+    """Have vLLM fold the weights of each model it loads whose cache is of `CACHE_DTYPE`; twice is once.
+
+    Three overrides at run time, all in the ledger: of what vLLM's loaders call when the weights are there and have not
+    yet been repacked, at first and when they are loaded anew, and of NIXL's compatibility hash, so that two ends folded
+    otherwise refuse each other.
+
+    Raises:
+        ValueError: the variable `FLASHINFER_NVFP4_MLA_FOLDING` is neither 0 nor 1.
+    """
+    given = os.environ.get(FOLDING, "1")
+    if given not in ("0", "1"):
+        raise ValueError(f"{FOLDING}={given!r}: 0 leaves the weights as they are, 1 or nothing folds them")
+    if given == "0":
+        return
+    from vllm.model_executor.model_loader import base_loader
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    _override(base_loader, "process_weights_after_loading", _folds)
+    _override(layerwise, "finalize_layerwise_processing", _folds)
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+    except ImportError:  # without NIXL there are no peers
+        return
+    _override(base_worker, "compute_nixl_compatibility_hash", _tells)
+
+
+def folding(vllm_config: Any) -> str | None:
+    """Return the identity of what was folded into the weights of an engine's models, None where nothing was.
+
+    Args:
+        vllm_config: A worker's, once its models are loaded.
+    """
+    from ._folding import identity
+
+    exponents = getattr(vllm_config.cache_config, _FOLDED, {})
+    return identity(exponents) if any(exponents.values()) else None
+
+
+def _override(module: Any, name: str, make: Callable[[Any], Any]) -> None:
+    original = getattr(module, name)
+    if not hasattr(original, "nvfp4_mla"):
+        changed = make(original)
+        changed.nvfp4_mla = True
+        setattr(module, name, changed)
+
+
+def _folds(original: Any) -> Any:
+    @functools.wraps(original)
+    def process(model: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.config import get_current_vllm_config
+
+        from ._folding import fold_model
+
+        config = get_current_vllm_config()
+        if config.cache_config.cache_dtype == CACHE_DTYPE:
+            if config.lora_config is not None:
+                raise ValueError(f"{CACHE_DTYPE} with LoRA: an adapter of kv_b_proj is not folded; set {FOLDING}=0")
+            exponents = fold_model(model, agree=_of_all_ranks)
+            known = getattr(config.cache_config, _FOLDED, {})
+            if changed := sorted(name for name, one in exponents.items() if known.get(name, one) != one):
+                raise RuntimeError(
+                    f"{', '.join(changed)}: weights loaded anew want another power of two than those before, and so "
+                    "another cache: start the engine anew"
+                )
+            setattr(config.cache_config, _FOLDED, {**known, **exponents})
+            moved = {name: exponent for name, exponent in exponents.items() if exponent}
+            logger = logging.getLogger(f"vllm.{__name__}")
+            logger.info("a power of two is folded into %d of %d layers: %s", len(moved), len(exponents), moved)
+        return original(model, *args, **kwargs)
+
+    return process
+
+
+def _of_all_ranks(own: dict[str, int]) -> dict[str, int]:
+    """Return of each layer the exponent nearest 0 that a rank can take: the norm is whole on each, the rows are not."""
+    import torch
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return own
+    ranks: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(ranks, own, group=group.cpu_group)
+    return {name: min((rank[name] for rank in ranks), key=abs) for name in own}
+
+
+def _tells(original: Any) -> Any:
+    @functools.wraps(original)
+    def compute(vllm_config: Any, *args: Any, **kwargs: Any) -> str:
+        stock: str = original(vllm_config, *args, **kwargs)
+        folded = folding(vllm_config)
+        return stock if folded is None else hashlib.sha256(f"{stock} {folded}".encode()).hexdigest()
+
+    return compute

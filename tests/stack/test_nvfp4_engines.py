@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""flashinfer-nvfp4-mla in plain vLLM engines: prefill, NIXL and decode on rows of 352 bytes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serving_stack.model import prompt_tokens, write_model
+from support.engines import Engine, running
+
+LAYERS, BLOCK, ROW = 4, 32, 352
+PAGE = BLOCK * ROW
+#: What the latents of each layer are scaled by in a model that answers as the other one.
+EXPONENTS = (-6, 2, 0, -3)
+#: Two tokens whose log-probabilities are closer than this are as good as each other, as in test_row_engines.
+CLOSE = 0.15
+PROMPTS = [1, 31, 33, 128, 500, 1000]
+
+
+def rescaled(model: Path, folder: Path) -> Path:
+    """Copy a model, with a power of two of `EXPONENTS` moved from each layer's up-projection into its latent norm."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for layer, exponent in enumerate(EXPONENTS):
+        name = f"model.layers.{layer}.self_attn"
+        tensors[f"{name}.kv_a_layernorm.weight"] *= 2.0**exponent
+        tensors[f"{name}.kv_b_proj.weight"] *= 2.0**-exponent
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model whose latents are about 1 in each layer, and one that computes the same with latents as real ones are."""
+    folder = tmp_path_factory.mktemp("nvfp4")
+    even = write_model(folder / "glm-tiny")
+    return even, rescaled(even, folder / "varied")
+
+
+@pytest.fixture(scope="module")
+def fleet(models: tuple[Path, Path]) -> Iterator[Any]:
+    """A stock pair by layer on any processor's kernels; a pair on block rows, folded; an end that is not folded."""
+    even, varied = models
+
+    def engine(model: Path, name: str, role: str, **given: Any) -> Engine:
+        return Engine(model, even.parent / f"{name}.log", role, cache_dtype="nvfp4_ds_mla", **given)
+
+    layers: dict[str, Any] = {
+        "layout": "LBNHC",
+        "plain": True,
+        "environment": {"FLASHINFER_NVFP4_MLA_ISA": "avx2"},
+    }
+    rows: dict[str, Any] = {"layout": "BLHNC", "module": "vllm_blhnc_layout.pull"}
+    engines = SimpleNamespace(
+        stock=engine(even, "stock", "prefill", **layers),
+        stock_decode=engine(even, "stock-decode", "decode", **layers),
+        prefill=engine(varied, "prefill", "prefill", **rows),
+        decode=engine(varied, "decode", "decode", **rows),
+        unfolded=engine(varied, "unfolded", "decode", **rows, environment={"FLASHINFER_NVFP4_MLA_FOLDING": "0"}),
+    )
+    with running(*vars(engines).values()):
+        yield engines
+
+
+def hand_over(prefill: Engine, decode: Engine, prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
+    begun = prefill.generate(prompts, 1)
+    return decode.generate(prompts, tokens, [one["transfer"] for one in begun])
+
+
+def test_folded_block_rows_answer_as_layers_that_need_no_folding(fleet: Any) -> None:
+    """Other weights, layout, connector and, where the processor has them, other kernels: the same model and answers."""
+    assert "a power of two is folded into 3 of 4 layers" in fleet.prefill.log.read_text()
+    assert "a power of two is folded into 0 of 4 layers" in fleet.stock.log.read_text()
+    prompts = [prompt_tokens(length) for length in PROMPTS]
+    stock = hand_over(fleet.stock, fleet.stock_decode, prompts, 24)
+    rows = hand_over(fleet.prefill, fleet.decode, prompts, 24)
+    for one, other in zip(rows, stock, strict=True):
+        assert len(one["tokens"]) == len(other["tokens"]) == 24
+        step = next((i for i in range(24) if one["tokens"][i] != other["tokens"][i]), None)
+        if step is not None:
+            assert other["gaps"][step] < CLOSE
+            assert one["tokens"][step] == other["seconds"][step]
+
+
+def test_a_transfer_moves_352_bytes_a_token_and_layer(fleet: Any) -> None:
+    prompt = prompt_tokens(700)
+    blocks = -(-len(prompt) // BLOCK)
+    for prefill, decode in ((fleet.prefill, fleet.decode), (fleet.stock, fleet.stock_decode)):
+        before = decode.counters()["vllm:nixl_bytes_transferred_sum"]
+        (answer,) = hand_over(prefill, decode, [prompt], 4)
+        assert answer["reason"] == "length"
+        assert decode.counters()["vllm:nixl_bytes_transferred_sum"] - before == blocks * LAYERS * PAGE
+
+
+def test_every_page_of_every_block_is_equal_at_both_ends(fleet: Any) -> None:
+    prompt = prompt_tokens(1000)[7:]
+    hand_over(fleet.prefill, fleet.decode, [prompt], 1)
+    pools = [(engine.pool(), engine.cached(prompt)) for engine in (fleet.prefill, fleet.decode)]
+    (one, other) = (pool[blocks] for pool, blocks in pools)
+    assert one.shape == (len(prompt) // BLOCK, LAYERS * PAGE)
+    assert (one == other).all()
+    rows = one.reshape(-1, ROW)
+    assert len({row.tobytes() for row in rows}) == len(rows), "each is one of a kind"
+    # Scales of a folded layer are normal numbers of e4m3: exponent bits that are not 0.
+    assert ((rows[:, 320:] & 0x78) != 0).mean() > 0.99
+
+
+def test_prefixes_are_cached_and_long_prompts_read_in_pieces(fleet: Any) -> None:
+    """Also where the processor has neither AMX nor AVX-512 BF16. What was read at once before is read in pieces now."""
+    for prefill, decode in ((fleet.prefill, fleet.decode), (fleet.stock, fleet.stock_decode)):
+        head, tail = prompt_tokens(900), prompt_tokens(300)
+        (whole,) = hand_over(prefill, decode, [head + tail], 8)
+        before = prefill.counters()
+        # One step takes 2,048 tokens: three of these are more, and begin where their common head ends.
+        prompts = [head + tail, head + prompt_tokens(800), head + prompt_tokens(801), head + prompt_tokens(802)]
+        again = hand_over(prefill, decode, prompts, 8)
+        after = prefill.counters()
+        assert again[0]["tokens"] == whole["tokens"]
+        assert {one["reason"] for one in again} == {"length"}
+        hits = after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"]
+        assert hits >= 4 * (900 // BLOCK * BLOCK)
+
+
+def test_an_end_that_is_folded_otherwise_is_refused_and_the_next_request_served(fleet: Any) -> None:
+    (refused,) = hand_over(fleet.prefill, fleet.unfolded, [prompt_tokens(127)], 4)
+    assert (refused["tokens"], refused["reason"]) == ([], "error")
+    assert "this peer's cache cannot be read: vLLM's own hash" in fleet.unfolded.log.read_text()
+    (served,) = hand_over(fleet.prefill, fleet.decode, [prompt_tokens(129)], 4)
+    assert served["reason"] == "length"
