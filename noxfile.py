@@ -122,14 +122,13 @@ def build(session: nox.Session) -> None:
         session.run("python", "-m", "uv", "venv", "-q", "--python", _python(session), str(empty))
         session.run("python", "-m", "uv", "pip", "install", "-q", "--python", python, str(wheel))
         session.run(python, "-c", f"import {module}; print({module}.__name__, {module}.__version__)", external=True)
-        if wheel.name.endswith("-none-any.whl"):
-            for version in ("3.11", "3.12"):
-                session.run(
-                    *("python", "-m", "uv", "pip", "compile", "-q", "--python-version", version, "-o", os.devnull),
-                    *("--python-platform", "aarch64-manylinux_2_28", "--only-binary", ":all:"),
-                    str(package / "pyproject.toml"),
-                    silent=True,
-                )
+        for version in ("3.11", "3.12"):
+            session.run(
+                *("python", "-m", "uv", "pip", "compile", "-q", "--python-version", version, "-o", os.devnull),
+                *("--python-platform", "aarch64-manylinux_2_28", "--only-binary", ":all:"),
+                str(package / "pyproject.toml"),
+                silent=True,
+            )
         if package.name == "integration":
             session.run(str(empty / "bin" / "serving-stack"), "patches", "list", external=True)
 
