@@ -91,7 +91,7 @@ def respec(**changes: Any) -> Callable[[Any, Any], None]:
         lambda vllm_config, caches: caches.kv_cache_groups[0].layer_names.append("model.layers.2"),
         respec(head_size=352),
         respec(cache_dtype_str="nvfp4_ds_mla"),
-        set_to("cache_config", "_nvfp4_mla_folded", {"model.layers.0.self_attn": -3}),  # flashinfer-nvfp4-mla's
+        set_to("cache_config", "kv_cache_identity", "fold-0123456789abcdef"),
     ],
 )
 def test_whatever_decides_the_bytes_is_in_it(engine: Callable[..., Any], change: Callable[[Any, Any], None]) -> None:

@@ -51,6 +51,7 @@ class Engine:
     second_cache: bool = False  #: give every other layer a second cache, with pages of another width
     cache_dtype: str = "auto"  #: for `kv_cache_dtype`
     environment: dict[str, str] = field(default_factory=dict)  #: on top of everything
+    step: int | None = None  #: the most tokens of one step, where vLLM's own number is not wanted
     plain: bool = False  #: run as where the processor has neither AMX nor AVX-512 BF16
 
     def start(self) -> None:
@@ -63,6 +64,7 @@ class Engine:
             "disable_log_stats": False,
             "num_gpu_blocks_override": self.blocks,
             "kv_cache_dtype": self.cache_dtype,
+            **({} if self.step is None else {"max_num_batched_tokens": self.step}),
         }
         transfer = {
             "kv_connector": "NixlConnector",
@@ -133,7 +135,7 @@ class Engine:
         return answer
 
     def counters(self) -> dict[str, float]:
-        """Return its metrics: counters by name, histograms as NAME_count and NAME_sum."""
+        """Return its metrics, histograms as NAME_count and NAME_sum, and `steps`: how many its requests have taken."""
         answer: dict[str, float] = self.ask(counters=True)
         return answer
 
@@ -248,6 +250,13 @@ def _serve(told: dict[str, Any], answers: IO[str]) -> None:
         answers.write(json.dumps(content) + "\n")
         answers.flush()
 
+    steps, step = 0, llm.llm_engine.step
+
+    def counted() -> Any:
+        nonlocal steps
+        steps += 1
+        return step()
+
     answer({})
     while True:
         while not _idle(llm):
@@ -259,7 +268,7 @@ def _serve(told: dict[str, Any], answers: IO[str]) -> None:
             line += os.read(0, 1 << 20)
         request = json.loads(line)
         if request.get("counters"):
-            answer(_counters(llm))
+            answer({**_counters(llm), "steps": steps})
             continue
         if "cached" in request:
             answer(_cached(llm, request["cached"]))
@@ -277,7 +286,9 @@ def _serve(told: dict[str, Any], answers: IO[str]) -> None:
             )
             for transfer in transfers
         ]
+        llm.llm_engine.step = counted
         done = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        llm.llm_engine.step = step
         answer(
             [
                 {

@@ -190,8 +190,8 @@ def cache_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weig
         "block": [cache.block_size, parallel.cp_kv_cache_interleave_size],
         "context parallel": [parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size],
     }
-    if folded := _folding(vllm_config):
-        facts["folding"] = folded
+    if changed := getattr(cache, "kv_cache_identity", None):
+        facts["identity"] = changed  # of whatever changes what cached values mean, such as flashinfer-nvfp4-mla
     if parallel.pipeline_parallel_size == 1:
         facts["groups"] = [[group.layer_names, repr(group.kv_cache_spec)] for group in kv_cache_config.kv_cache_groups]
     else:
@@ -209,16 +209,6 @@ def cache_identity(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, weig
         layout=cache.get_resolved_kv_cache_layout().name,
         facts=facts,
     )
-
-
-def _folding(vllm_config: VllmConfig) -> str | None:
-    """Return what flashinfer-nvfp4-mla has folded into the weights, and so out of the cached latents."""
-    try:
-        from flashinfer_nvfp4_mla import folding
-    except ImportError:
-        return None
-    folded: str | None = folding(vllm_config)
-    return folded
 
 
 def _facts(model: ModelConfig) -> dict[str, Any]:

@@ -22,6 +22,13 @@ EMULATED T load(const void* from) {
   return value;
 }
 
+// What the processor would fault on, except in AMX, which takes any address.
+template <class T>
+EMULATED T* aligned(T* address) {
+  if (reinterpret_cast<uintptr_t>(address) % 64) __builtin_trap();
+  return address;
+}
+
 EMULATED void store(void* to, __m512i value) { memcpy(to, &value, 64); }
 EMULATED void store(void* to, __m512 value) { memcpy(to, &value, 64); }
 EMULATED I32 set1_epi32(int32_t x) { return I32{} + x; }
@@ -85,7 +92,13 @@ struct Tile {
 static thread_local Tile tiles[8];
 
 EMULATED void check_config(const void* config) {
-  const uint8_t* bytes = static_cast<const uint8_t*>(config);
+  // As GCC's intrinsic does it: an instruction that reads 64 bytes, of which the compiler is told about 8.
+  uint8_t bytes[64];
+  __asm__ volatile(
+      "vmovups %1, %%ymm0\n\tvmovups %%ymm0, %0\n\tvmovups 32+%1, %%ymm0\n\tvmovups %%ymm0, 32+%0"
+      : "=m"(bytes)
+      : "m"(*static_cast<const void* const*>(config))
+      : "xmm0");
   uint16_t width;
   if (bytes[0] != 1 || bytes[1] != 0) __builtin_trap();
   for (int i = 0; i < 8; ++i) {
@@ -112,10 +125,10 @@ EMULATED void tile_dpbf16(int c, int a, int b) {
 
 }  // namespace emulated
 
-#define _mm512_load_si512(p) ((__m512i)emulated::load<emulated::I64>(p))
+#define _mm512_load_si512(p) ((__m512i)emulated::load<emulated::I64>(emulated::aligned(p)))
 #define _mm512_loadu_ps(p) ((__m512)emulated::load<emulated::F32>(p))
 #define _mm512_storeu_si512(p, a) emulated::store(p, (__m512i)(a))
-#define _mm512_store_si512(p, a) emulated::store(p, (__m512i)(a))
+#define _mm512_store_si512(p, a) emulated::store(emulated::aligned(p), (__m512i)(a))
 #define _mm512_storeu_ps(p, a) emulated::store(p, (__m512)(a))
 #define _mm512_setzero_ps() ((__m512)emulated::F32{})
 #define _mm512_set1_epi32(x) ((__m512i)emulated::set1_epi32(x))

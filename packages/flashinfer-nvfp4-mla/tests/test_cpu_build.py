@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 import sys
 import textwrap
+import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +78,53 @@ def test_another_compiler_compiles_again(cache: Path, sources: Path, monkeypatch
     wrapper.chmod(0o755)
     monkeypatch.setenv("CXX", str(wrapper))
     second = _build.compiled()
-    assert second.name.partition("-")[0] != first.name.partition("-")[0]
+    assert second.name.rpartition("-")[0] != first.name.rpartition("-")[0]
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_without_a_compiler_what_is_there_is_taken(cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = _build.compiled()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert _build.compiled() == first
+    with pytest.raises(_build.BuildError, match=r"'no-such-compiler' is not on PATH"):
+        _build.compiled(("-DFURTHER",))
+    assert list(cache.iterdir()) == [first]
+
+
+@pytest.mark.parametrize("which", ["folder", "library"])
+@pytest.mark.parametrize("how", ["writable by the group", "writable by others", "someone else's"])
+def test_code_that_others_may_have_written_is_not_loaded(
+    cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, which: str, how: str
+) -> None:
+    library = _build.compiled()
+    assert cache.stat().st_mode & 0o7777 == 0o700
+    path = cache if which == "folder" else library
+    if how != "someone else's":
+        path.chmod(0o770 if how == "writable by the group" else 0o702)
+    elif os.geteuid() == 0:
+        os.chown(path, 4321, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4321)
+        path = cache  # all of it is another's now
+    with pytest.raises(_build.BuildError, match=rf"other users may write to {path} \("):
+        _build.compiled()
+    assert library.exists()
+
+
+def test_a_folder_that_others_may_write_to_is_not_compiled_in(cache: Path, sources: Path) -> None:
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.raises(_build.BuildError, match=rf"other users may write to {cache} \("):
+        _build.compiled()
+    assert not list(cache.iterdir())
+
+
+def test_what_is_compiled_is_taken_again_whatever_the_umask(cache: Path, sources: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert _build.compiled() == _build.compiled()
+    finally:
+        os.umask(before)
 
 
 def test_a_broken_file_is_replaced(cache: Path, sources: Path) -> None:
@@ -145,6 +193,20 @@ def test_a_cache_that_cannot_be_written_says_so(fresh: Callable[[], str | None],
     assert str(fresh()).startswith("cannot write to the cache of compiled code (FLASHINFER_NVFP4_MLA_CACHE): ")
 
 
+def test_a_library_of_the_wheel_that_does_not_load_is_compiled_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / _build.LIBRARY).write_bytes(b"for another machine")
+    monkeypatch.setattr(_cpu, "__file__", str(tmp_path / "_cpu.py"))
+    monkeypatch.setattr(_cpu, "_load", _cpu._load.__wrapped__)
+    assert _cpu.available() is None
+    monkeypatch.setenv(_build.CACHE_VARIABLE, str(tmp_path / "empty"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    said = str(_cpu.available())
+    assert str(tmp_path / _build.LIBRARY) in said
+    assert "no C++ compiler: 'no-such-compiler' is not on PATH" in said
+
+
 def test_the_cache_lies_where_the_user_keeps_such_things(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(_build.CACHE_VARIABLE, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
@@ -154,12 +216,31 @@ def test_the_cache_lies_where_the_user_keeps_such_things(monkeypatch: pytest.Mon
     assert _build._cache() == Path("/home/someone/.cache/flashinfer-nvfp4-mla")
 
 
+@pytest.mark.parametrize(("compiler", "said"), [("false", "false cannot compile"), ("no-such", "no C++ compiler")])
+def test_a_wheel_is_built_without_the_kernel_where_no_compiler_works(
+    monkeypatch: pytest.MonkeyPatch, compiler: str, said: str
+) -> None:
+    interface = types.ModuleType("hatchling.builders.hooks.plugin.interface")  # a wheel's build brings the real one
+    monkeypatch.setattr(interface, "BuildHookInterface", object, raising=False)
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    hook = runpy.run_path(str(PACKAGE / "hatch_build.py"))["CompiledKernel"]()
+    warnings: list[str] = []
+    hook.root, hook.target_name, hook.app = PACKAGE, "wheel", types.SimpleNamespace(display_warning=warnings.append)
+    monkeypatch.setenv("CXX", compiler)
+    data: dict[str, Any] = {"force_include": {}}
+    hook.initialize("standard", data)
+    hook.finalize("standard", data, "")
+    assert data == {"force_include": {}}
+    (warning,) = warnings
+    assert warning.startswith(said)
+    assert warning.endswith("This wheel compiles its kernel on first use")
+
+
 def test_a_wheel_brings_the_kernel_and_needs_no_compiler(tmp_path: Path) -> None:
     wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*wheel, "-w", str(tmp_path), str(PACKAGE)], check=True)
     (made,) = tmp_path.glob("*.whl")
-    assert made.name.endswith(f"_{platform.machine()}.whl")
-    assert "-py3-none-manylinux_2_" in made.name
+    assert made.name.endswith(f"-py3-none-linux_{platform.machine()}.whl")
     installed = tmp_path / "installed"
     with zipfile.ZipFile(made) as files:
         files.extractall(installed)
@@ -174,14 +255,18 @@ def test_the_kernel_compiles_and_computes_the_right_thing_on_aarch64(tmp_path: P
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
     if compiler is None or emulator is None:
         pytest.skip("apt-get install g++-aarch64-linux-gnu qemu-user")
-    sources = [path for path in _build.SOURCES.glob("*.cc") if path.name != "binding.cc"]
+    from tvm_ffi.libinfo import include_paths
+
+    binding = _build.SOURCES / "binding.cc"
+    sources = [path for path in _build.SOURCES.glob("*.cc") if path != binding]
     program = tmp_path / "selftest"
-    flags = ["-std=c++17", "-static", f"-I{_build.SOURCES}", *_build._FLAGS]
-    subprocess.run(
-        [compiler, *flags, *map(str, sources), str(PACKAGE / "tests" / "selftest.cc"), "-o", str(program)],
-        check=True,
-        capture_output=True,
-    )
+    command = [compiler, "-std=c++17", *_build._FLAGS, f"-I{_build.SOURCES}"]
+    headers = [f"-I{path}" for path in include_paths()]
+    for what in (
+        ["-fPIC", *headers, "-c", str(binding), "-o", str(tmp_path / "binding.o")],  # there is no tvm-ffi to link with
+        ["-static", *map(str, sources), str(PACKAGE / "tests" / "selftest.cc"), "-o", str(program)],
+    ):
+        subprocess.run([*command, *what], check=True, capture_output=True)
     said = subprocess.run([emulator, str(program)], check=True, capture_output=True, text=True).stdout
     assert said.count("path 0") == 10
     assert "path 1" not in said

@@ -11,14 +11,18 @@ import functools
 import math
 import os
 import platform
+import shutil
 import signal
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashinfer_nvfp4_mla import _build, _cpu
@@ -35,15 +39,23 @@ def emulated() -> tuple[Any, tuple[str, ...]]:
     return tvm_ffi.load_module(str(library)), EMULATED
 
 
-@pytest.fixture(params=[*_cpu.isas(), *(f"{isa}-emulated" for isa in EMULATED)])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Take one of the paths."""
-    isa, _, how = request.param.partition("-")
+def take(path: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Take one of the paths until the patches are undone."""
+    isa, _, how = path.partition("-")
     if how:
         monkeypatch.setattr(_cpu, "_load", emulated)
     monkeypatch.setenv(_cpu.ISA_VARIABLE, isa)
     assert _cpu.isa() == isa
-    return str(isa)
+    return isa
+
+
+REAL, STAND_INS = _cpu.isas(), tuple(f"{isa}-emulated" for isa in EMULATED)
+
+
+@pytest.fixture(params=[*REAL, *STAND_INS])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Take one of the paths."""
+    return take(request.param, monkeypatch)
 
 
 @pytest.fixture
@@ -210,15 +222,20 @@ def test_scores_far_apart(path: str, scale: float, oracle: Any) -> None:
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-6, atol=1e-3)
 
 
-def test_keys_that_count_more_and_more(path: str, oracle: Any, close: Any) -> None:
-    """Each tile's largest score is above all before: what was summed up is rescaled again and again."""
+def test_keys_that_count_more_and_more(path: str, oracle: Any, close: Any, decoded_row: Any) -> None:
+    """Each tile's largest score is far above all before: what was summed up is rescaled again and again."""
+    scale = 8 * 576**-0.5
     query, rows = some_query(1, 17), some_rows(200)
     rows[:, :256] = 0x22  # all 1
     rows[:, 320:] = torch.linspace(0, 0x38, 200).to(torch.uint8)[:, None]
     query[..., :512] = query[..., :512].abs()
     indices = torch.arange(200, dtype=torch.int32)[None]
-    out, lse = decode(query, rows, indices)
-    expected, expected_lse = oracle(query, rows, indices, None, 576**-0.5, 1.0, False)
+    keys = torch.stack([torch.from_numpy(decoded_row(row.numpy())) for row in rows])
+    for tile in (48, 64):  # of the paths in float32, and of those in bfloat16
+        tops = torch.stack([part.amax(-1) for part in (scale * query[0].double() @ keys.T).split(tile, -1)])
+        assert (tops.diff(dim=0) > 8 * math.log(2)).all(dim=1).sum() >= 2  # what rises by less than 2^8 can wait
+    out, lse = decode(query, rows, indices, scale=scale)
+    expected, expected_lse = oracle(query, rows, indices, None, scale, 1.0, False)
     close(out, expected, lse, expected_lse)
 
 
@@ -261,9 +278,87 @@ def test_a_forked_process_does_not_wait_for_threads_that_it_lacks(threads: Calla
     assert torch.equal(decode(query, rows, indices)[0], expected)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_process_forked_before_the_first_decode_does_not_wait_either() -> None:
+    """Other code has begun threads: they are missing in the child all the same."""
+    script = """
+        import os, signal, torch
+        from flashinfer_nvfp4_mla import _cpu
+        torch.set_num_threads(2)
+        assert _cpu.available() is None
+        torch.ones(1 << 22).add_(1)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            query, out = torch.ones(4, 1, 576).bfloat16(), torch.ones(4, 1, 512)
+            rows = torch.zeros(1, 352, dtype=torch.uint8)
+            _cpu.decode(query, rows, torch.zeros(4, 1, dtype=torch.int32), None, 1.0, 1.0, out, None, False)
+            os._exit(0 if (out == 0).all() else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], check=True, timeout=120)
+
+
+def test_few_tokens_leave_the_threads_to_those_who_need_them_next(threads: Callable[[int], None]) -> None:
+    threads(4)
+    query, rows, indices = some_query(3, 1), some_rows(50), some_indices(3, 40, 50)
+    decode(some_query(8, 1), rows, some_indices(8, 40, 50))
+    torch.ones(1 << 22).add_(1)
+    before = set(os.listdir("/proc/self/task"))
+    decode(query, rows, indices)
+    assert set(os.listdir("/proc/self/task")) == before
+
+
+TENSORS = {
+    "query": (torch.zeros(2, 3, 576), torch.zeros(2, 3, 512, dtype=BFLOAT16), torch.zeros(6, 576, dtype=BFLOAT16)),
+    "cache": (torch.zeros(4, 352), torch.zeros(4, 576, dtype=torch.uint8)),
+    "indices": (torch.zeros(2, 5, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int32)),
+    "lengths": (torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32), 5),
+    "out": (torch.zeros(2, 3, 512, dtype=torch.float64), torch.zeros(2, 2, 512), torch.zeros(2, 512, 3).mT),
+    "lse": (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3, 2).T, torch.zeros(2, 4)[:, :3]),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_the_library_itself_writes_nowhere_else(name: str) -> None:
+    """It is called by name, from where nothing has checked what it is given."""
+    good = {
+        "query": some_query(2, 3),
+        "cache": some_rows(4),
+        "indices": torch.zeros(2, 5, dtype=torch.int32),
+        "lengths": torch.full((2,), 5, dtype=torch.int32),
+        "out": torch.full((2, 3, 512), 7.0),
+        "lse": torch.full((2, 3), 7.0),
+    }
+
+    def call(query: Any, cache: Any, indices: Any, lengths: Any, out: Any, lse: Any) -> None:
+        _cpu._library()[0].decode(query, cache, indices, lengths, 1.0, 1.0, out, lse, False, 0, 1)
+
+    for bad in TENSORS[name]:
+        with pytest.raises(ValueError, match=f"^{name} must be "):
+            call(**{**good, name: bad})
+        assert (good["out"] == 7).all()
+        assert (good["lse"] == 7).all()
+    call(**good)
+    assert (good["out"] != 7).all()
+
+
+def test_amx_is_set_up_whatever_the_compiler_leaves_out(tmp_path: Path) -> None:
+    """On its own, and optimised as far as it goes; what stands in for AMX ends the program if a value is missing."""
+    compiler = shutil.which("g++")
+    if not EMULATED or compiler is None:
+        pytest.skip("g++ on x86-64")
+    (tmp_path / "alone.cc").write_text('#include "amx.cc"\nint main() { nvfp4_mla::Amx::begin(); }\n')
+    folders = [f"-I{_build.SOURCES}", f"-I{Path(__file__).parent}"]
+    command = [compiler, "-std=c++17", *_build._FLAGS, "-DNVFP4_MLA_EMULATE", *folders]
+    program = tmp_path / "alone"
+    subprocess.run([*command, str(tmp_path / "alone.cc"), "-o", str(program)], check=True, capture_output=True)
+    subprocess.run([str(program)], check=True)
+
+
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_shape(oracle: Any, close: Any, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from([*REAL * 4, *STAND_INS]), "path")
     tokens, heads, keys, blocks, size, seed = (
         data.draw(st.integers(low, high), name)
         for name, low, high in (
@@ -281,7 +376,9 @@ def test_any_shape(oracle: Any, close: Any, data: st.DataObject) -> None:
         data.draw(st.lists(st.integers(-1, keys + 2), min_size=tokens, max_size=tokens)), dtype=torch.int32
     )
     query, indices = some_query(tokens, heads, seed=seed), some_indices(tokens, keys, blocks * size, seed)
-    out, lse = decode(query, cache, indices, lengths)
+    with pytest.MonkeyPatch.context() as patches:
+        take(path, patches)
+        out, lse = decode(query, cache, indices, lengths)
     expected, expected_lse = oracle(query, cache, indices, lengths, 576**-0.5, 1.0, False)
     close(out, expected, lse, expected_lse)
 
@@ -311,3 +408,4 @@ def test_the_kernel_runs_where_the_processor_can() -> None:
         flags = Path("/proc/cpuinfo").read_text("utf-8").split()
         assert ("avx2" in _cpu.isas()) == ("avx2" in flags)
         assert ("avx512_bf16" in _cpu.isas()) == ("avx512_bf16" in flags)
+        assert ("amx" in _cpu.isas()) == ("amx_bf16" in flags)

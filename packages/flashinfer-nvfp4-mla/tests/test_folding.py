@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from typing import Any
 
 import pytest
@@ -341,6 +342,16 @@ def test_a_quantized_projection_of_another_kind_is_refused_by_name(tensors: dict
     with pytest.raises(ValueError, match=rf"layers\.2\.kv_b_proj cannot be folded.*{named}"):
         fold_model(model)
     assert same(bits(model.layers[0]), before)
+
+
+@pytest.mark.parametrize("given", [None, [1.0], 1.0])
+def test_what_is_no_tensor_is_refused_by_name(given: Any) -> None:
+    norm = torch.ones(16)
+    with pytest.raises(TypeError, match=re.escape(f"norm_weight is to be a tensor, not {given!r}")):
+        choose_exponent(given)
+    with pytest.raises(TypeError, match=re.escape(f"up_proj_weight is to be a tensor, not {given!r}")):
+        fold(norm, given, 1)
+    assert (norm == 1).all()
 
 
 def test_a_norm_that_adds_one_to_its_weight_is_refused_by_name() -> None:

@@ -265,13 +265,16 @@ def test_append_takes_flat_rows_further_apart_than_they_are_long() -> None:
     [
         ([0, 20], ValueError, "20 is outside the cache, which has 20 rows"),
         ([0], ValueError, r"slots must be \[2\], one per token, got \(1,\)"),
-        ([0.0, 1.0], TypeError, "slots must be int32 or int64, got torch.float32"),
+        ([0.0, 1.0], TypeError, "slots must be a tensor of int32 or int64, got torch.float32"),
+        ((0, 1), TypeError, "slots must be a tensor of int32 or int64, got tuple"),
     ],
 )
-def test_append_refuses_slots_before_it_writes(slots: list[Any], error: type[Exception], said: str) -> None:
+def test_append_refuses_slots_before_it_writes(slots: Any, error: type[Exception], said: str) -> None:
     cache = torch.zeros(5, 4, 352, dtype=torch.uint8)
+    if isinstance(slots, list):
+        slots = torch.tensor(slots)
     with pytest.raises(error, match=said):
-        append(cache, torch.ones(2, 512), torch.ones(2, 64), torch.tensor(slots))
+        append(cache, torch.ones(2, 512), torch.ones(2, 64), slots)
     assert not cache.any()
 
 
@@ -297,6 +300,7 @@ def test_append_reaches_rows_past_two_and_four_gibibytes(tmp_path: Path) -> None
         (1152, "576 values of 16 bits"),
         (576, "FP8, a byte per value"),
         (304, "GLM-5.3 Flash"),
+        (528, "GLM-5.3 Flash, 512 e4m3 latents"),
         (288, "DeepSeek V4.1"),
         (384, "DeepSeek V4 on SM120"),
         (353, "must have rows of 352 bytes, got 353$"),
@@ -319,6 +323,9 @@ def test_other_bad_input_is_refused_by_name() -> None:
         quantize(latent, rope.long())
     with pytest.raises(TypeError, match=r"rows must be a uint8 tensor, got torch\.int8"):
         dequantize(torch.zeros(2, 352, dtype=torch.int8))
+    for dtype in (torch.float64, torch.float8_e4m3fn, torch.int32, "float32", None):
+        with pytest.raises(TypeError, match=f"dtype must be torch.float32 or .*, got {dtype!r}"):
+            dequantize(torch.zeros(2, 352, dtype=torch.uint8), dtype)
     with pytest.raises(ValueError, match="side by side"):
         dequantize(torch.zeros(2, 704, dtype=torch.uint8)[:, ::2])
     with pytest.raises(ValueError, match=r"cache must be \[blocks, block_size, 352\]"):
@@ -356,7 +363,8 @@ def test_other_layouts_are_what_their_owners_read(rows: Any, decoded_row: Callab
     assert len(b12x) == 368
     assert b12x[:256] == bytes(row[:256].tolist())
     assert list(b12x[256:288]) == in_order
-    assert struct.unpack("<fIII", b12x[288:304]) == (1.0, 0, 0, 0)
+    # Factors of the rope and of the latents: b12x reads the second where it has one per token, and it may not be 0.
+    assert struct.unpack("<ffII", b12x[288:304]) == (1.0, 1.0, 0, 0)
     assert b12x[304:] == bytes(row[256:320].tolist())
 
     for name, width, rope_at in (("b12x_432", 432, 304), ("sglang_416", 416, 288)):
@@ -376,6 +384,7 @@ def test_other_layouts_are_what_their_owners_read(rows: Any, decoded_row: Callab
 
 def test_factors_go_into_the_values_and_a_token_without_one_is_moved(rows: Any) -> None:
     there = convert(rows, "nvfp4_ds_mla", "b12x_368").contiguous()
+    there[:, 40:, 292:296] = 0  # as b12x writes it where factors are per layer
     there[0, :, 288:292] = torch.tensor([0.5]).view(torch.uint8)  # rope's factor
     there[0, 0, 292:296] = torch.tensor([0.3]).view(torch.uint8)  # one token's
     back = convert(there, "b12x_368", scales="mse")
@@ -400,12 +409,67 @@ def test_fp8_and_plain_rows_are_quantized() -> None:
     assert torch.equal(kept, rope.view(torch.uint8)), "a bfloat16 rope does not pass through e4m3"
 
 
+def as_fp8(latent: list[float]) -> tuple[bytes, list[float]]:
+    """Write 512 latents as vLLM's fused writer does: per 128, e4m3(x / f), f = 2^ceil(log2(max(amax / 448, 1e-4)))."""
+    written, factors = b"", []
+    for at in range(0, 512, 128):
+        part = [Fraction(value) for value in latent[at : at + 128]]
+        least = max(max(map(abs, part)) / 448, Fraction(1, 10_000))
+        factors.append(next(power(k) for k in range(-14, 20) if power(k) >= least))
+        written += bytes(nearest(abs(v) / factors[-1], E4M3) | (128 if v < 0 else 0) for v in part)
+    return written, [float(factor) for factor in factors]
+
+
+def test_to_fp8_every_value_is_rounded_once_with_a_power_of_two(rows: Any, decoded_row: Callable[[Any], Any]) -> None:
+    latent, rope = torch.randn(4, 512), torch.randn(4, 64)
+    latent[0, 3], latent[1] = 448.0, 1e-6  # exactly a power of two; and less than any factor is made for
+    latent[2, 130], latent[3] = -448.01, latent[3] * 100
+    got = convert(torch.cat([latent, rope], -1), "plain", "fp8_ds_mla")
+    assert got.shape == (4, 656)
+    for row, values in zip(got, latent.tolist(), strict=True):
+        e4m3, factors = as_fp8(values)
+        code = bytes(row.tolist())
+        assert [byte & 0x7F for byte in code[:512]] == [byte & 0x7F for byte in e4m3]
+        assert list(struct.unpack("<4f", code[512:528])) == factors
+    assert torch.equal(got[:, 528:].contiguous(), rope.bfloat16().view(torch.uint8))
+
+    fp8 = bytes(convert(rows, "nvfp4_ds_mla", "fp8_ds_mla")[1, 7].tolist())
+    expected = decoded_row(rows[1, 7]).tolist()
+    e4m3, factors = as_fp8(expected[:512])
+    assert [byte & 0x7F for byte in fp8[:512]] == [byte & 0x7F for byte in e4m3]
+    assert list(struct.unpack("<4f", fp8[512:528])) == factors
+    assert [struct.unpack("<f", b"\0\0" + fp8[at : at + 2])[0] for at in range(528, 656, 2)] == expected[512:]
+    again = convert(got, "fp8_ds_mla", "fp8_ds_mla")
+    assert torch.equal(convert(again, "fp8_ds_mla", "plain"), convert(got, "fp8_ds_mla", "plain"))
+
+
+def test_what_is_not_finite_makes_nothing_else_so() -> None:
+    plain = torch.ones(1, 576)
+    plain[0, 0], plain[0, 128], plain[0, 512] = math.nan, math.inf, math.nan
+    back = convert(convert(plain, "plain", "fp8_ds_mla"), "fp8_ds_mla", "plain")
+    assert back[0, [0, 512]].isnan().all()
+    assert (back[0, 1:128] == 1).all()
+    assert back[0, 128] == math.inf
+    assert (back[0, 129:256] == 0).all(), "beside what is infinite all else is nothing"
+    assert (back[0, 256:512] == 1).all()
+
+
+def test_plain_is_what_a_row_holds_with_its_factors(rows: Any) -> None:
+    values = dequantize(rows)
+    assert torch.equal(convert(rows, "nvfp4_ds_mla", "plain"), values)
+    for name in ("b12x_368", "flashinfer"):
+        there = convert(rows, "nvfp4_ds_mla", name)
+        assert torch.equal(convert(there, name, "plain"), values)
+        got = convert(there, name, "plain", latent_factor=0.25, rope_factor=2.0)
+        assert torch.equal(got, torch.cat([values[..., :512] / 4, values[..., 512:] * 2], -1))
+
+
 @pytest.mark.parametrize(
     ("width", "source", "target", "said"),
     [
         (368, "b12x_432", "nvfp4_ds_mla", "must have rows of 432 bytes, got 368 .b12x, e4m3"),
         (656, "fp9", "nvfp4_ds_mla", "source must be one of nvfp4_ds_mla, b12x_368, .*, plain, got 'fp9'"),
-        (352, "nvfp4_ds_mla", "plain", "target must be one of .*, got 'plain'"),
+        (352, "nvfp4_ds_mla", "fp9", "target must be one of nvfp4_ds_mla, .*, plain, got 'fp9'"),
     ],
 )
 def test_convert_refuses(width: int, source: str, target: str, said: str) -> None:
@@ -413,6 +477,28 @@ def test_convert_refuses(width: int, source: str, target: str, said: str) -> Non
         convert(torch.zeros(1, width, dtype=torch.uint8), source, target)
     with pytest.raises(TypeError, match="latent must be a tensor of a floating-point type"):
         convert(torch.zeros(1, 576, dtype=torch.uint8), "plain")
+
+
+@pytest.mark.parametrize(
+    ("given", "source", "more", "error", "said"),
+    [
+        (torch.zeros(1, 352).byte(), "nvfp4_ds_mla", {"scales": "best"}, ValueError, "scales must be one of .* 'best'"),
+        ([1.0], "plain", {}, TypeError, "rows must be a tensor, got list"),
+        (None, "b12x_368", {}, TypeError, "rows must be a uint8 tensor, got NoneType"),
+        ((1, 2), "flashinfer", {}, TypeError, "a tuple of three tensors, ckv, ckv_sf and kpe, got 2 of them"),
+        (torch.zeros(3, 352).byte(), "flashinfer", {}, TypeError, "three tensors, ckv, ckv_sf and kpe, got Tensor"),
+        ((1, 2, 3), "flashinfer", {}, TypeError, "ckv must be a uint8 tensor, got int"),
+        (
+            (torch.zeros(2, 256).byte(), torch.zeros(1, 32).byte(), torch.zeros(2, 64).byte()),
+            *("flashinfer", {}, ValueError, r"ckv \(2, 256\) and ckv_sf \(1, 32\) are not of as many tokens"),
+        ),
+    ],
+)
+def test_convert_refuses_by_name(
+    given: Any, source: str, more: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        convert(given, source, **more)
 
 
 def test_nothing_is_read_past_a_chunk() -> None:

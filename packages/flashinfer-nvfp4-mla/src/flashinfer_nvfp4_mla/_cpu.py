@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def decode(
 
     What it computes, and from what, is what `_reference.decode` says; the caller has checked it. Tokens are shared out
     among threads, and a token's keys where there are fewer tokens than threads. In a process that was forked after the
-    first call all is done by one thread: the others do not live on in it.
+    library was loaded all is done by one thread: the others do not live on in it.
     """
     threads = torch.get_num_threads()
     chosen = ISAS.index(isa())
@@ -90,16 +91,20 @@ def _library() -> tuple[Any, tuple[str, ...]]:
 
 @functools.cache
 def _load() -> tuple[Any, tuple[str, ...]] | str:
-    """Do that, or return what is in the way: neither is tried twice."""
+    """Do that, or return what is in the way: neither is tried twice. What a wheel brought may not load everywhere."""
     try:
         import tvm_ffi
     except ImportError as error:
         return f"apache-tvm-ffi is not installed: {error}"
     packaged = Path(__file__).with_name(_build.LIBRARY)
-    try:
-        path = packaged if packaged.exists() else _build.compiled()
-        module = tvm_ffi.load_module(str(path))
-    except (OSError, RuntimeError) as error:  # a BuildError among them
-        return str(error)
-    found = int(module.supported())
-    return module, tuple(name for bit, name in enumerate(ISAS) if found >> bit & 1)
+    failures = []
+    ways: list[Callable[[], Path]] = [lambda: packaged, _build.compiled]
+    for find in ways if packaged.exists() else ways[1:]:
+        try:
+            module = tvm_ffi.load_module(str(find()))
+        except (OSError, RuntimeError) as error:  # a BuildError among them
+            failures.append(str(error))
+            continue
+        found = int(module.supported())
+        return module, tuple(name for bit, name in enumerate(ISAS) if found >> bit & 1)
+    return "; ".join(failures)

@@ -300,6 +300,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_norm(name: str, weight: torch.Tensor) -> None:
+    if not isinstance(weight, torch.Tensor):
+        raise TypeError(f"{name} is to be a tensor, not {weight!r}")
     if not weight.is_floating_point():
         raise TypeError(f"{name} is {weight.dtype}, not floating")
     if weight.dim() != 1 or not weight.numel() or weight.numel() % GROUP:
@@ -308,6 +310,8 @@ def _check_norm(name: str, weight: torch.Tensor) -> None:
 
 def _product(name: str, tensor: torch.Tensor, exponent: int) -> torch.Tensor:
     """Return `tensor * 2**exponent` in its own type; refuse where float64, which holds it exactly, says otherwise."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is to be a tensor, not {tensor!r}")
     if not tensor.is_floating_point():
         raise TypeError(f"{name} is {tensor.dtype}, not floating: it cannot be multiplied by a power of two")
     exact = tensor.detach().double() * 2.0**exponent

@@ -41,6 +41,8 @@ SCALE_CHOICES = ("amax", "4over6", "mse")
 
 _ROPE_AT, _SCALES_AT = 256, 320
 _GROUPS = LATENT // GROUP
+#: Types that hold every value of a row.
+_EXACT = (torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST, _LARGEST = 2.0**-9, 448.0
 #: The e4m3 numbers that `mse` tries beside amax / 6, counted from it: eight steps double a scale. More change nothing.
 _SWEEP = (-1, 1, 2, 3, 4, 5, 6)
@@ -69,7 +71,8 @@ class Layout:
     rope_bf16: bool
     #: Where a float32 factor of the rope stands, if any.
     rope_factor_at: int | None = None
-    #: Where a float32 factor of the token's latents may stand, if anywhere; 0 says that it does not.
+    #: Where a float32 factor of the token's latents may stand, if anywhere; 0 says that it does not. 1 is written,
+    #: which b12x multiplies with where its factors are per token, and does not look at where they are per layer.
     latent_factor_at: int | None = None
 
 
@@ -81,12 +84,13 @@ LAYOUTS: Mapping[str, Layout] = {
     "sglang_416": Layout(416, "SGLang", 256, False, 288, True),
     "flashinfer": Layout(352, "FlashInfer's paged MLA cache", 256, False, 288, False),
 }
-#: What else `convert` reads.
+#: What else `convert` reads and writes: values of other types, which are rounded on the way from or to e2m1.
 _ROUNDED = ("fp8_ds_mla", "plain")
 _WIDTHS: Mapping[int, str] = {
     288: "DeepSeek V4.1's compressed rows, without rope",
     304: "b12x for GLM-5.3 Flash, without rope",
     384: "DeepSeek V4 on SM120, 448 latents",
+    528: "b12x for GLM-5.3 Flash, 512 e4m3 latents, without rope",
     576: "FP8, a byte per value",
     656: "fp8_ds_mla; convert(rows, 'fp8_ds_mla') makes rows of 352",
     1152: "576 values of 16 bits; convert(rows.view(torch.bfloat16), 'plain') makes rows of 352",
@@ -146,9 +150,12 @@ def dequantize(rows: Any, dtype: Any = torch.float32) -> Any:
         dtype: torch.float32, torch.bfloat16 or torch.float16.
 
     Raises:
+        TypeError: `dtype` is none of these.
         TypeError, ValueError: these are no rows of 352 bytes (see `check_rows`).
     """
     check_rows("rows", rows)
+    if dtype not in _EXACT:
+        raise TypeError(f"dtype must be {' or '.join(map(str, _EXACT))}, got {dtype!r}")
     latent, rope = unpack(rows.clone(memory_format=torch.contiguous_format).view(-1, ROW_BYTES))
     return torch.cat((latent, rope), -1).to(dtype).view(*rows.shape[:-1], LATENT + ROPE)
 
@@ -175,8 +182,9 @@ def append(cache: Any, latent: Any, rope: Any, slots: Any, *, scales: str = "ama
     _check_values(latent, rope, scales)
     if latent.ndim != 2:
         raise ValueError(f"latent must be [tokens, {LATENT}], got {tuple(latent.shape)}")
-    if slots.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"slots must be int32 or int64, got {slots.dtype}")
+    if not isinstance(slots, torch.Tensor) or slots.dtype not in (torch.int32, torch.int64):
+        got = getattr(slots, "dtype", type(slots).__name__)
+        raise TypeError(f"slots must be a tensor of int32 or int64, got {got}")
     if slots.shape != latent.shape[:1]:
         raise ValueError(f"slots must be [{latent.shape[0]}], one per token, got {tuple(slots.shape)}")
     if slots.numel() == 0:
@@ -211,12 +219,16 @@ def convert(
     values too. Rounded, once, are: latents with a factor, and those of `fp8_ds_mla` and `plain`, as `quantize` does;
     rope values of bfloat16, or with a factor, where e4m3 is written. What is written has no factors, or factors of 1.
 
+    To `plain`, in float32, nothing is rounded but what a factor makes of a value. To `fp8_ds_mla` every latent is, as
+    vLLM's fused writer does: the factor of 128 latents is the least power of two that is not less than their largest
+    magnitude / 448 nor than 1e-4, and a latent becomes e4m3(latent / factor), ties to even. Its rope is bfloat16.
+
     Args:
         rows: uint8 `[..., width]` of the source's width. For `flashinfer` the tuple of its tensors: `[..., 256]` e2m1,
             `[..., 32]` scales and `[..., 64]` rope. For `plain` `[..., 576]` of a floating-point type.
         source: A name from `LAYOUTS`, `fp8_ds_mla` (656 bytes: 512 e4m3 values, 4 float32 factors, 64 bfloat16
             values) or `plain`.
-        target: A name from `LAYOUTS`.
+        target: The same.
         latent_factor: What the latents are to be multiplied with after reading, where that is not in the row: SGLang's
             and b12x's number per layer, FlashInfer's `ckv_scale`.
         rope_factor: The same for the rope: FlashInfer's `kpe_scale`.
@@ -224,27 +236,31 @@ def convert(
 
     Returns:
         uint8 `[..., width]` of the target's width, contiguous; for `flashinfer` the tuple of its three tensors, scales
-        and rope as torch.float8_e4m3fn.
+        and rope as torch.float8_e4m3fn; for `plain` float32 `[..., 576]`.
 
     Raises:
         TypeError: rows are of another type.
-        ValueError: a layout is unknown, or rows have another width than the source's.
+        ValueError: a layout or `scales` is unknown, or rows have another width than the source's.
     """
-    if target not in LAYOUTS:
-        raise ValueError(f"target must be one of {', '.join(LAYOUTS)}, got {target!r}")
-    if source not in (*LAYOUTS, *_ROUNDED):
-        raise ValueError(f"source must be one of {', '.join((*LAYOUTS, *_ROUNDED))}, got {source!r}")
+    for name, layout in (("source", source), ("target", target)):
+        if layout not in (*LAYOUTS, *_ROUNDED):
+            raise ValueError(f"{name} must be one of {', '.join((*LAYOUTS, *_ROUNDED))}, got {layout!r}")
+    _check_scales(scales)
     if source in LAYOUTS:
         result, rope, factor = _read(rows, source)
         rope, factor = rope * rope_factor, factor * latent_factor
+        if target in _ROUNDED:
+            return _write_rounded(dequantize(result)[..., :LATENT] * factor, rope, target)
         if bool((factor != 1).any()):
             rounded = quantize(dequantize(result)[..., :LATENT] * factor, rope, scales=scales)
             result = torch.where(factor == 1, result, rounded)
         result[..., _ROPE_AT:_SCALES_AT] = _e4m3(rope)
     else:
         latent, rope = _read_rounded(rows, source)
-        rope = rope * rope_factor
-        result = quantize(latent * latent_factor, rope, scales=scales)
+        latent, rope = latent * latent_factor, rope * rope_factor
+        if target in _ROUNDED:
+            return _write_rounded(latent, rope, target)
+        result = quantize(latent, rope, scales=scales)
     return result if target == "nvfp4_ds_mla" else _write(result, rope, target)
 
 
@@ -271,10 +287,15 @@ def _tables(device: Any) -> tuple[Any, Any]:
     return fours.view(torch.complex128).view(-1).to(device), pairs.view(torch.int64).view(-1).to(device)
 
 
-def _check_values(latent: Any, rope: Any, scales: str) -> None:
-    """Refuse tensors that `quantize` cannot take."""
+def _check_scales(scales: str) -> None:
+    """Refuse an unknown way to choose scales."""
     if scales not in SCALE_CHOICES:
         raise ValueError(f"scales must be one of {', '.join(SCALE_CHOICES)}, got {scales!r}")
+
+
+def _check_values(latent: Any, rope: Any, scales: str) -> None:
+    """Refuse what `quantize` cannot take."""
+    _check_scales(scales)
     for name, tensor, width in (("latent", latent, LATENT), ("rope", rope, ROPE)):
         if not isinstance(tensor, torch.Tensor) or not tensor.dtype.is_floating_point:
             got = getattr(tensor, "dtype", type(tensor).__name__)
@@ -378,10 +399,16 @@ def _read(rows: Any, source: str) -> tuple[Any, Any, Any]:
     """Return rows of 352 bytes, their rope yet to be set, rope values, and the latents' factor `[..., 1]`."""
     layout = LAYOUTS[source]
     if source == "flashinfer":
+        if not isinstance(rows, tuple | list) or len(rows) != 3:
+            got = f"{len(rows)} of them" if isinstance(rows, tuple | list) else type(rows).__name__
+            raise TypeError(f"rows of 'flashinfer' must be a tuple of three tensors, ckv, ckv_sf and kpe, got {got}")
         parts = []
         for name, part, width in zip(("ckv", "ckv_sf", "kpe"), rows, (256, 32, 64), strict=True):
-            parts.append(part.view(torch.uint8))
+            fp8 = isinstance(part, torch.Tensor) and part.dtype == torch.float8_e4m3fn
+            parts.append(part.view(torch.uint8) if fp8 else part)
             check_rows(name, parts[-1], width)
+            if parts[-1].shape[:-1] != parts[0].shape[:-1]:
+                raise ValueError(f"ckv {tuple(rows[0].shape)} and {name} {tuple(part.shape)} are not of as many tokens")
         rows = torch.cat(parts, -1)
     check_rows("rows", rows, layout.width)
     result = rows.new_zeros(*rows.shape[:-1], ROW_BYTES)
@@ -404,12 +431,27 @@ def _read(rows: Any, source: str) -> tuple[Any, Any, Any]:
 def _read_rounded(rows: Any, source: str) -> tuple[Any, Any]:
     """Return latents and rope values, in float32, of a source that holds no e2m1."""
     if source == "plain":
+        if not isinstance(rows, torch.Tensor):
+            raise TypeError(f"rows must be a tensor, got {type(rows).__name__}")
+        rows = rows.contiguous()
         _check_values(rows[..., :LATENT], rows[..., LATENT:], "amax")
         return rows[..., :LATENT].float(), rows[..., LATENT:].float()
     check_rows("rows", rows, 656)
     latent = _cut(rows, 0, LATENT, torch.float8_e4m3fn).unflatten(-1, (4, 128))
     latent *= _cut(rows, LATENT, 16, torch.float32)[..., None]
     return latent.flatten(-2), _cut(rows, LATENT + 16, 2 * ROPE, torch.bfloat16)
+
+
+def _write_rounded(latent: Any, rope: Any, target: str) -> Any:
+    """Lay latents and rope values, in float32, out as a target that holds no e2m1."""
+    if target == "plain":
+        return torch.cat((latent, rope), -1)
+    latent = latent.unflatten(-1, (4, 128))
+    least = (latent.abs().nan_to_num().amax(-1, keepdim=True) * (1.0 / _LARGEST)).clamp_min(1e-4)
+    fraction, exponent = torch.frexp(least)  # least = fraction * 2**exponent, 0.5 <= fraction < 1
+    factor = torch.ldexp(torch.ones_like(least), exponent - (fraction == 0.5).int())
+    parts = (_e4m3(latent / factor).flatten(-2), factor.squeeze(-1), rope.bfloat16())
+    return torch.cat([part.view(torch.uint8) for part in parts], -1)
 
 
 def _write(rows: Any, rope: Any, target: str) -> Any:
@@ -425,7 +467,7 @@ def _write(rows: Any, rope: Any, target: str) -> Any:
     result[..., :_ROPE_AT] = rows[..., :_ROPE_AT]
     result[..., layout.scales_at : layout.scales_at + _GROUPS] = group_scales
     result[..., layout.rope_at : layout.rope_at + rope_bytes.shape[-1]] = rope_bytes
-    if layout.rope_factor_at is not None:
-        one = torch.ones(1, device=rows.device).view(torch.uint8)
-        result[..., layout.rope_factor_at : layout.rope_factor_at + 4] = one
+    for at in (layout.rope_factor_at, layout.latent_factor_at):
+        if at is not None:
+            result[..., at : at + 4] = torch.ones(1, device=rows.device).view(torch.uint8)
     return result

@@ -59,12 +59,20 @@ def limits(tokens: int, heads: int, topk: int, device: str | Device) -> Limits:
         device: A name from `DEVICES`, or a `Device` with what was measured, as on a CPU.
 
     Raises:
-        ValueError: the device is unknown.
+        TypeError: a number is not an int, or the device is neither of these.
+        ValueError: a number is negative, or the device is unknown.
     """
+    for name, number in (("tokens", tokens), ("heads", heads), ("topk", topk)):
+        if not isinstance(number, int):
+            raise TypeError(f"{name} must be an int, got {number!r}")
+        if number < 0:
+            raise ValueError(f"{name} must not be negative, got {number}")
     if isinstance(device, str):
         if device not in DEVICES:
             raise ValueError(f"device must be one of {', '.join(DEVICES)}, or a Device, got {device!r}")
         device = DEVICES[device]
+    if not isinstance(device, Device):
+        raise TypeError(f"device must be one of {', '.join(DEVICES)}, or a Device, got {device!r}")
     rows = tokens * topk
     read, granules = rows * _ROW_BYTES, rows * -(-_ROW_BYTES // _GRANULE) * _GRANULE
     flops = 2 * rows * (_SCORED + _WEIGHTED) * heads

@@ -10,7 +10,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 
@@ -50,8 +50,10 @@ def nvfp4_sparse_mla_decode(
     ```
 
     A row is 576 values, 512 latents and 64 of rope; the output is made of its latents. Up to `backend` the parameters
-    are those of FlashInfer 0.7.4's op of this name, in their order, and its calls do here what they do there. More is
-    allowed here: any number of heads, of indices and of tokens, other types, caches with gaps.
+    are those of FlashInfer 0.7.4's op of this name, in their order, and its calls do here what they do there, unless
+    they name a backend: its `cuda` and `cake` are kernels of its own, and refused here. More is allowed here: other
+    numbers of heads, any of indices and of tokens, other types, caches with gaps. Nothing is recorded for a backward
+    pass, on any backend: `out` is a constant to autograd, whatever the query requires.
 
     Args:
         query: `[tokens, heads, 576]`, 1 to 128 heads, bfloat16, float16 or float8_e4m3fn.
@@ -63,9 +65,9 @@ def nvfp4_sparse_mla_decode(
         bmm1_scale: The softmax's scale, times the query's own where it is quantized.
         bmm2_scale: The output's scale.
         out: `[tokens, heads, 512]`, bfloat16, float16 or float32, written in place; made if None, in the query's type,
-            for a float8 query in bfloat16.
+            for a float8 query in bfloat16. Its elements must not share memory.
         num_ctas_per_token: What a GPU kernel is to split a token into; of no effect on a CPU.
-        backend: One of `BACKENDS`. `auto` warns once where it has to take `reference` on a CPU.
+        backend: One of `BACKENDS`. Where `auto` takes `reference` it warns, once for each reason.
         lse: float32 `[tokens, heads]`, written in place: the logarithm of the sum of the exponentials of the scores.
         return_lse_base: The logarithm's base: "basee" or "base2".
         sparse_mla_top_k_lens: int32 `[tokens]`: how many of a token's indices count, from the first; None: all.
@@ -90,6 +92,7 @@ def nvfp4_sparse_mla_decode(
         kind = torch.bfloat16 if query.dtype == torch.float8_e4m3fn else query.dtype
         out = torch.empty(tokens, heads, LATENT, dtype=kind, device=device)
     _check("out", out, _OUT_TYPES, (tokens, heads, LATENT), device)
+    _check_apart(out)
     if lse is not None:
         _check("lse", lse, (torch.float32,), (tokens, heads), device)
         if not lse.is_contiguous():
@@ -100,8 +103,14 @@ def nvfp4_sparse_mla_decode(
         lengths = lengths.contiguous()
     if return_lse_base not in _BASES:
         raise ValueError(f"return_lse_base must be one of {', '.join(_BASES)}, got {return_lse_base!r}")
-    if num_ctas_per_token is not None and num_ctas_per_token < 1:
-        raise ValueError(f"num_ctas_per_token must be at least 1, got {num_ctas_per_token}")
+    if num_ctas_per_token is not None:
+        if not isinstance(num_ctas_per_token, int):
+            raise TypeError(f"num_ctas_per_token must be an int or None, got {num_ctas_per_token!r}")
+        if num_ctas_per_token < 1:
+            raise ValueError(f"num_ctas_per_token must be at least 1, got {num_ctas_per_token}")
+    for name, scale in (("bmm1_scale", bmm1_scale), ("bmm2_scale", bmm2_scale)):
+        if not isinstance(scale, SupportsFloat):
+            raise TypeError(f"{name} must be a number, got {scale!r}")
     if backend not in BACKENDS:
         theirs = ": that is a kernel of FlashInfer's" if backend in ("cuda", "cake") else ""
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}{theirs}")
@@ -127,6 +136,17 @@ def _check(name: str, tensor: Any, types: tuple[Any, ...], shape: tuple[int | No
         raise ValueError(f"{name} is on {tensor.device}, query on {device}")
     if got[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: its last dimension must be contiguous, got strides {tuple(tensor.stride())}")
+
+
+def _check_apart(out: Any) -> None:
+    """Refuse an output whose elements share memory, as those of `expand` do."""
+    (tokens, heads, width), (token_step, head_step, _) = out.shape, out.stride()
+    heads_in_token = (heads < 2 or head_step >= width) and (tokens < 2 or token_step >= head_step * (heads - 1) + width)
+    tokens_in_head = (tokens < 2 or token_step >= width) and (
+        heads < 2 or head_step >= token_step * (tokens - 1) + width
+    )
+    if not heads_in_token and not tokens_in_head:
+        raise ValueError(f"out overlaps itself: {list(out.shape)} with strides {tuple(out.stride())}")
 
 
 def _check_query(query: Any) -> tuple[int, int]:
@@ -170,7 +190,8 @@ def _run(
     if check_indices or os.environ.get(CHECK_VARIABLE) == "1":
         _check_indices(indices, lengths, kv_cache.shape[:-1].numel())
     decode = _backend(backend, query.device.type)
-    decode(query, kv_cache, indices, lengths, bmm1_scale, bmm2_scale, out, lse, base2)
+    with torch.no_grad():
+        decode(query, kv_cache, indices, lengths, bmm1_scale, bmm2_scale, out, lse, base2)
 
 
 def _check_indices(indices: Any, lengths: Any, rows: int) -> None:

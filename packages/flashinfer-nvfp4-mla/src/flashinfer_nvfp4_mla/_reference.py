@@ -15,7 +15,7 @@ import torch
 
 from ._format import LATENT, ROPE, ROW_BYTES, unpack, words
 
-#: Rows that are unpacked at a time: 2048 * 576 values of float32 are 4.7 MB.
+#: Rows that are unpacked at a time, and heads of all tokens together: 2048 * 576 values of float32 are 4.7 MB.
 _CHUNK = 2048
 
 
@@ -48,7 +48,7 @@ def decode(
         base2: Whether LSE is to base 2, not e.
     """
     tokens, width = indices.shape
-    batch = max(1, _CHUNK // max(1, width))
+    batch = max(1, _CHUNK // max(1, width, query.shape[1]))
     flat, rows, row_of = _flat(cache)
     for at in range(0, tokens, batch):
         chosen = slice(at, at + batch)

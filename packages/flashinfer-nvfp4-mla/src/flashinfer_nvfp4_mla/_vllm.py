@@ -17,7 +17,6 @@ import os
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl, MLACommonMetadata
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import AttentionType
@@ -25,32 +24,35 @@ from vllm.v1.attention.backend import AttentionType
 from . import _compat
 from ._compat import CACHE_DTYPE
 from ._format import LATENT, ROPE, SCALE_CHOICES, append, dequantize
-from ._op import nvfp4_sparse_mla_decode
+from ._op import _backend, nvfp4_sparse_mla_decode
 from ._plugin import PREVIOUS
-
-logger = init_logger(f"vllm.{__name__}")  # under vLLM's own root, which has the handlers
 
 #: How scales are chosen, see `quantize`; the bytes stay readable by every reader.
 SCALES = "FLASHINFER_NVFP4_MLA_SCALES"
-#: Queries that attend at once: bounds the memory of their scores.
-QUERIES = 256
+#: Queries that attend at once, and keys times heads: they bound the memory of scores, keys and values.
+QUERIES, KEYS = 256, 1 << 17
 
 
 def __getattr__(name: str) -> Any:
     if name in PREVIOUS:
-        return _over(PREVIOUS[name])
+        return _over(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @functools.cache
-def _over(path: str) -> type:
-    """Return the backend at `path` with `nvfp4_ds_mla` added."""
-    previous = resolve_obj_by_qualname(path)
-    _compat.fold_at_load()
+def _over(name: str) -> type:
+    """Return the backend that stood in the registry as `name`, with `nvfp4_ds_mla` added."""
+    previous = resolve_obj_by_qualname(PREVIOUS[name])
+    others = previous.get_impl_cls()
 
-    def make(*args: Any, **kwargs: Any) -> Any:
-        impl = Impl if kwargs["kv_cache_dtype"] == CACHE_DTYPE else previous.get_impl_cls()
-        return impl(*args, **kwargs)
+    class Choice(others):  # type: ignore[misc, valid-type]
+        """The implementation for a layer, by the type of its cache: what is made is never of this class."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("kv_cache_dtype") != CACHE_DTYPE:
+                return others(*args, **kwargs)
+            _compat.fold_at_load()
+            return Impl(*args, **kwargs)
 
     class Backend(previous):  # type: ignore[misc, valid-type]
         """The backend that stood in the registry, with one more type of cache."""
@@ -58,10 +60,11 @@ def _over(path: str) -> type:
         supported_kv_cache_dtypes = (*previous.supported_kv_cache_dtypes, CACHE_DTYPE)
 
         @staticmethod
-        def get_impl_cls() -> Any:
-            """Return what makes the implementation for a layer, by the type of its cache."""
-            return make
+        def get_impl_cls() -> type:
+            """Return what makes the implementation for a layer."""
+            return Choice
 
+    Backend.__name__ = Backend.__qualname__ = name  # vLLM tells backends apart by it
     return Backend
 
 
@@ -112,6 +115,7 @@ class Impl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         self._scales = os.environ.get(SCALES, SCALE_CHOICES[0])
         if self._scales not in SCALE_CHOICES:
             raise ValueError(f"{SCALES}={self._scales!r}: one of {', '.join(SCALE_CHOICES)}")
+        _backend("auto", "cpu")  # compiled now, if it has to be, and not while a request waits
 
     def do_kv_cache_update(
         self,
@@ -161,24 +165,37 @@ class Impl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         context = prefill.chunked_context
         contexts = [0] * (len(starts) - 1) if context is None else context.context_lens_list
         output = output.view(-1, self.num_heads, self.v_head_dim)
-        size = kv_c_and_k_pe_cache.shape[1]
         for request, before in enumerate(contexts):
-            begin, end = starts[request], starts[request + 1]
-            total = before + end - begin
-            blocks = prefill.block_table[request, : -(-total // size)].long()
-            row = dequantize(kv_c_and_k_pe_cache[blocks].flatten(0, 1)[:total], q.dtype)
-            up = self.kv_b_proj(row[:, :LATENT].contiguous())[0].view(total, self.num_heads, -1)
+            mine = slice(starts[request], starts[request + 1])
+            self._attend(q[mine], before, kv_c_and_k_pe_cache, prefill.block_table[request].long(), output[mine])
+
+    def _attend(self, q: torch.Tensor, before: int, cache: torch.Tensor, table: torch.Tensor, output: Any) -> None:
+        """Attend from the last tokens of a request to all of it: rows in pieces, merged by their LSE, in float32."""
+        count, size = q.shape[0], cache.shape[1]
+        total = before + count
+        step = max(1, KEYS // self.num_heads // size) * size
+        found = torch.zeros(self.num_heads, count, self.v_head_dim)
+        lse = torch.full((self.num_heads, count, 1), float("-inf"))
+        for begin in range(0, total, step):
+            end = min(begin + step, total)
+            row = dequantize(cache[table[begin // size : -(-end // size)]].flatten(0, 1)[: end - begin], q.dtype)
+            up = self.kv_b_proj(row[:, :LATENT].contiguous())[0].view(end - begin, self.num_heads, -1)
             nope, value = up.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
             key = torch.cat([nope, row[:, None, LATENT:].expand(-1, self.num_heads, -1)], dim=-1)
             key, value = key.transpose(0, 1).float(), value.transpose(0, 1).float()
-            for first in range(begin, end, QUERIES):
-                last = min(first + QUERIES, end)
-                seen = before + last - begin
-                query = q[first:last].transpose(0, 1).float()
-                scores = torch.matmul(query, key[:, :seen].transpose(1, 2)).mul_(self.scale)
+            # Queries before the first of these rows see none of them.
+            for first in range(max(0, begin - before), count, QUERIES):
+                last = min(first + QUERIES, count)
+                seen = min(end, before + last) - begin
+                scores = torch.matmul(q[first:last].transpose(0, 1).float(), key[:, :seen].transpose(1, 2))
                 hidden = torch.ones(last - first, seen, dtype=torch.bool).triu_(before + first - begin + 1)
-                weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-                output[first:last] = torch.matmul(weights, value[:, :seen]).transpose(0, 1)
+                scores.mul_(self.scale).masked_fill_(hidden, float("-inf"))
+                part = scores.logsumexp(-1, keepdim=True)
+                both = torch.logaddexp(lse[:, first:last], part)
+                read = torch.matmul(scores.sub_(both).exp_(), value[:, :seen])
+                found[:, first:last].mul_((lse[:, first:last] - both).exp()).add_(read)
+                lse[:, first:last] = both
+        output.copy_(found.transpose(0, 1))
 
 
 def _slots(decode: Any, block_size: int, longest: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -189,6 +189,10 @@ class RowWorker:
             "layout": self.kv_cache_layout,  # type: ignore[attr-defined]
             "weights": self._tell_weights(),
         }
+        # Left there by whatever changes what cached values mean, such as flashinfer-nvfp4-mla. Where there is nothing,
+        # nothing is said: peers of an older version of this package say nothing either.
+        if (identity := getattr(cache, "kv_cache_identity", None)) is not None:
+            facts["identity"] = identity
         agreement = Agreement.of(str(self.compat_hash), facts)  # type: ignore[has-type]
         self.compat_hash = agreement
         # Beside it in what a peer decodes: `enforce_handshake_compat: false` waives vLLM's comparison, not this one.

@@ -31,6 +31,7 @@ struct Amx {
     static_assert(sizeof shape == 64, "the layout that LDTILECFG reads");
     shape.palette = 1;
     for (int i = 0; i < 8; ++i) shape.bytes[i] = 64, shape.rows[i] = 16;
+    __asm__ volatile("" : "+m"(shape));  // GCC's says that it reads the first 8 bytes: other stores would be left out
     _tile_loadconfig(&shape);
   }
 

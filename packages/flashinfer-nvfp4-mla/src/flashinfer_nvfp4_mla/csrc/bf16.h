@@ -88,16 +88,17 @@ NVFP4_INLINE void unpack_pair(const uint8_t* const* bytes, uint16_t (*keys)[kKey
 
 // Two keys' weights of 16 heads as pairs: rounded to bfloat16, and what that left.
 NVFP4_INLINE void split_weights(const float* scores, uint32_t* upper, uint32_t* rest) {
-  Ints out[2] = {};
+  typedef uint32_t Words __attribute__((vector_size(4 * kGroup), aligned(4), may_alias));  // NaN may overflow
+  Words out[2] = {};
   for (int i = 0; i < 2; ++i) {
     Floats w = *(const Floats*)(scores + i * kGroup);
-    Ints high = ((Ints)w + 0x8000) & -65536;
-    Ints low = ((Ints)(w - (Floats)high) + 0x8000) & -65536;
-    out[0] |= i ? high : (high >> 16) & 0xffff;
-    out[1] |= i ? low : (low >> 16) & 0xffff;
+    Words high = ((Words)w + 0x8000) & 0xffff0000;
+    Words low = ((Words)(w - (Floats)high) + 0x8000) & 0xffff0000;
+    out[0] |= i ? high : high >> 16;
+    out[1] |= i ? low : low >> 16;
   }
-  *(Ints*)upper = out[0];
-  *(Ints*)rest = out[1];
+  *(Words*)upper = out[0];
+  *(Words*)rest = out[1];
 }
 
 void pack_query(const Problem& p, const Part& part, Bf16Scratch& s, int parts) {

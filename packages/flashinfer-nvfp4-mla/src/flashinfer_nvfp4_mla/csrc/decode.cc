@@ -43,26 +43,20 @@ unsigned find_isas() {
 }
 #endif
 
-constexpr size_t kKept = size_t(64) << 20;  // a larger buffer is given back after the call
-
 // Grows and is kept from call to call, by thread.
 struct Buffer {
   char* data = nullptr;
   size_t size = 0;
 
-  char* get(size_t bytes) {
+  char* get(size_t bytes, bool zeroed) {
     if (bytes > size) {
       free(data);
       bytes = (bytes + 4095) / 4096 * 4096;
       data = static_cast<char*>(aligned_alloc(4096, bytes));
       size = data ? bytes : 0;
-      if (data) memset(data, 0, bytes);
+      if (zeroed && data) memset(data, 0, bytes);
     }
     return data;
-  }
-
-  void trim() {
-    if (size > kKept) free(data), data = nullptr, size = 0;
   }
 
   ~Buffer() { free(data); }
@@ -70,8 +64,10 @@ struct Buffer {
 
 thread_local Buffer scratch, shared;
 
-// libgomp's threads do not live on in a forked child, where a parallel region would wait for them for ever.
+// libgomp's threads do not live on in a forked child, where a parallel region would wait for them for ever: whoever
+// began them, hence this is watched from when the library is loaded.
 bool forked = false;
+const int watched = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
 }  // namespace
 
@@ -83,10 +79,10 @@ unsigned supported() {
 bool decode(const Problem& p, Isa isa, int threads) {
   const Path* const paths[kIsas] = {kPortable, kAvx2, kAvx512Bf16, kAmx};
   const Path& path = *paths[isa];
-  static const int watched = pthread_atfork(nullptr, nullptr, [] { forked = true; });
   if (forked || watched != 0 || threads < 1) threads = 1;
 
-  // A part is a block of heads over a run of keys: runs are cut only where there are too few tokens for all threads.
+  // A part is a block of heads over a run of keys: runs are cut only where there are too few tokens for all threads, and
+  // into fewer than 8 parts a thread: 2 MiB of partials.
   int most = p.heads < path.heads ? p.heads : path.heads;
   int64_t blocks = (p.heads + path.heads - 1) / path.heads, whole = p.tokens * blocks, splits = 1;
   if (threads > 1 && whole > 0 && whole < 4 * int64_t(threads)) {
@@ -94,7 +90,8 @@ bool decode(const Problem& p, Isa isa, int threads) {
     splits = wanted < longest ? wanted : longest < 1 ? 1 : longest;
   }
   int64_t parts = whole * splits;
-  if (parts < threads) threads = parts < 1 ? 1 : int(parts);
+  // Threads without a part stay in the team: libgomp would end them, and torch would have to begin them again.
+  if (parts <= 1) threads = 1;
 
   int padded = (most + 15) / 16 * 16;
   size_t one = sizeof(float) * size_t(padded) * (kLatent + 2);  // of a partial
@@ -103,42 +100,39 @@ bool decode(const Problem& p, Isa isa, int threads) {
     return Partial{out, out + padded * kLatent, out + padded * kLatent + padded};
   };
   char* partials = nullptr;
-  if (splits > 1 && !(partials = shared.get(one * size_t(parts)))) return false;
+  if (splits > 1 && !(partials = shared.get(one * size_t(parts), false))) return false;
 
   bool failed = false;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    char* mine = scratch.get(path.scratch + one);
-    if (!mine) {
-#pragma omp atomic write
-      failed = true;
-    }
-#pragma omp barrier
-    if (!failed) {
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t i = 0; i < parts; ++i) {
-        int64_t split = i % splits, block = i / splits % blocks, token = i / splits / blocks;
-        int head = int(block) * path.heads;
-        int64_t length = p.lengths ? p.lengths[token] : p.keys;
-        length = length < 0 ? 0 : length > p.keys ? p.keys : length;
-        Part part{token, head, p.heads - head < path.heads ? p.heads - head : path.heads, length * split / splits,
-                  length * (split + 1) / splits};
-        Partial partial = partial_at(splits > 1 ? partials + one * size_t(i) : mine + path.scratch);
-        path.attend(p, part, mine, partial);
-        if (splits == 1) path.finish(p, token, head, part.heads, partial, 0, 1);
+    for (int64_t i = 0; i < parts; ++i) {
+      char* mine = scratch.get(path.scratch + one, true);
+      if (!mine) {
+#pragma omp atomic write
+        failed = true;
+        continue;
       }
-      if (splits > 1) {
+      int64_t split = i % splits, block = i / splits % blocks, token = i / splits / blocks;
+      int head = int(block) * path.heads;
+      int64_t length = p.lengths ? p.lengths[token] : p.keys;
+      length = length < 0 ? 0 : length > p.keys ? p.keys : length;
+      Part part{token, head, p.heads - head < path.heads ? p.heads - head : path.heads, length * split / splits,
+                length * (split + 1) / splits};
+      Partial partial = partial_at(splits > 1 ? partials + one * size_t(i) : mine + path.scratch);
+      path.attend(p, part, mine, partial);
+      if (splits == 1) path.finish(p, token, head, part.heads, partial, 0, 1);
+    }
+    if (splits > 1 && !failed) {
 #pragma omp for schedule(static)
-        for (int64_t i = 0; i < p.tokens * p.heads; ++i) {
-          int64_t token = i / p.heads, block = i % p.heads / path.heads, h = i % p.heads % path.heads;
-          Partial first = partial_at(partials + one * size_t((token * blocks + block) * splits));
-          first = {first.out + h * kLatent, first.top + h, first.sum + h};
-          path.finish(p, token, int(i % p.heads), 1, first, int64_t(one / sizeof(float)), int(splits));
-        }
+      for (int64_t i = 0; i < p.tokens * p.heads; ++i) {
+        int64_t token = i / p.heads, block = i % p.heads / path.heads, h = i % p.heads % path.heads;
+        Partial first = partial_at(partials + one * size_t((token * blocks + block) * splits));
+        first = {first.out + h * kLatent, first.top + h, first.sum + h};
+        path.finish(p, token, int(i % p.heads), 1, first, int64_t(one / sizeof(float)), int(splits));
       }
     }
   }
-  shared.trim();
   return !failed;
 }
 

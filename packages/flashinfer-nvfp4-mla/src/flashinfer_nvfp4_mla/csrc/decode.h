@@ -67,7 +67,7 @@ enum Isa { kIsaPortable, kIsaAvx2, kIsaAvx512Bf16, kIsaAmx, kIsas };
 // Bit i is set when this library and this processor have path i.
 unsigned supported();
 
-// Solve on up to `threads` threads. False: no memory for the work, nothing was written.
+// Solve on up to `threads` threads. False: no memory for the work, and what was written is of no use.
 bool decode(const Problem& problem, Isa isa, int threads);
 
 }  // namespace nvfp4_mla
