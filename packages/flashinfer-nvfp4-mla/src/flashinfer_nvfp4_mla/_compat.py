@@ -135,7 +135,8 @@ def _fold(model: Any, config: Any) -> None:
     except ValueError as error:
         raise ValueError(f"{error}. {FOLDING}=0, at both ends of a transfer, leaves all weights as they are") from error
     own = {prefix + name: exponent for name, exponent in folded.items()}
-    everything = {**known, **_of_all_stages(own)}
+    # The last stage alone loads a draft model: the others must not be waited for.
+    everything = {**known, **(own if draft else _of_all_stages(own))}
     setattr(config.cache_config, _FOLDED, everything)
     if any(everything.values()):
         setattr(config.cache_config, IDENTITY, identity(everything))

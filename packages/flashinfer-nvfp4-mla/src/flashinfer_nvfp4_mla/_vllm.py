@@ -105,9 +105,9 @@ class Impl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
             )
         given = {"alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "logits_soft_cap": logits_soft_cap}
         if used := [name for name, value in given.items() if value]:
-            raise NotImplementedError(f"{CACHE_DTYPE} on a CPU: {', '.join(used)}")
+            raise ValueError(f"{CACHE_DTYPE} on a CPU does not serve {', '.join(used)}")
         if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(f"{CACHE_DTYPE} on a CPU: attention of type {attn_type}")
+            raise ValueError(f"{CACHE_DTYPE} on a CPU serves attention of type decoder, not {attn_type}")
         dtype = torch.get_default_dtype()
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"{CACHE_DTYPE} on a CPU: a model in {dtype}; take --dtype bfloat16 or float16")
