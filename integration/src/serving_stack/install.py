@@ -71,7 +71,7 @@ def absent_plugins(profile: profiles.Profile) -> list[tuple[str, str]]:
         try:
             metadata.version(name)
         except metadata.PackageNotFoundError:
-            found.append((f"plugin {name}: not installed", f"pip install ./packages/{name} (in a checkout)"))
+            found.append((f"plugin {name}: not installed", f"pip install ./packages/{name}"))
     return found
 
 

@@ -175,6 +175,9 @@ def test_8_ids_outside_the_cache_are_an_error_when_debugging(
     monkeypatch.setenv(_op.CHECK_VARIABLE, "1")
     with pytest.raises(ValueError, match=said):
         check(bad)
+    monkeypatch.setenv(_op.CHECK_VARIABLE, "yes")
+    with pytest.raises(ValueError, match=r"FLASHINFER_NVFP4_MLA_CHECK_INDICES='yes'"):
+        check(good)
 
 
 @pytest.mark.parametrize("width", [1, 31, 33, 96, 100, 2049])

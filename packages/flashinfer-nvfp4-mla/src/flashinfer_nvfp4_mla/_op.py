@@ -187,7 +187,10 @@ def _run(
     check_indices: bool,
 ) -> None:
     """Run a backend on arguments that were checked."""
-    if check_indices or os.environ.get(CHECK_VARIABLE) == "1":
+    always = os.environ.get(CHECK_VARIABLE, "0")
+    if always not in ("0", "1"):
+        raise ValueError(f"{CHECK_VARIABLE}={always!r}: 1 checks the indices of every call, 0 or nothing does not")
+    if check_indices or always == "1":
         _check_indices(indices, lengths, kv_cache.shape[:-1].numel())
     decode = _backend(backend, query.device.type)
     with torch.no_grad():
