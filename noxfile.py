@@ -50,7 +50,8 @@ def _stack(session: nox.Session) -> Path:
     if not (commands / "pip").exists():
         session.run(sys.executable, "-m", "venv", str(ROOT / STACK))
     quiet = ("-q", "--disable-pip-version-check")
-    ours = ("-e", "integration", "-e", "packages/vllm-blhnc-layout", "-e", "packages/flashinfer-nvfp4-mla")
+    plugins = ("vllm-blhnc-layout", "flashinfer-nvfp4-mla", "dynamo-structural-tags")
+    ours = ("-e", "integration", *(word for name in plugins for word in ("-e", f"packages/{name}")))
     session.run(python, "-m", "pip", "install", *quiet, *ours, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100")
     session.run(str(commands / "serving-stack"), "install", "--profile", "cpu")
     return commands
@@ -92,7 +93,17 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typecheck(session: nox.Session) -> None:
     """Mypy, strict, over everything."""
-    session.install("mypy==2.*", "types-PyYAML", "types-psutil", "nox", *TEST_TOOLS, "-e", "integration", silent=True)
+    session.install(
+        "mypy==2.*",
+        "types-PyYAML",
+        "types-psutil",
+        "types-jsonschema",
+        "nox",
+        *TEST_TOOLS,
+        "-e",
+        "integration",
+        silent=True,
+    )
     session.env["MYPYPATH"] = os.pathsep.join(str(package / "src") for package in PACKAGES)
     session.run("mypy", "packages", "integration", "tests", "docs", "noxfile.py")
 

@@ -1,23 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls that cannot break their schema, parsed byte for byte, undeclared tools reported, a public conformance
-suite.
+"""Tool calls that cannot break their schema, read back byte for byte.
 
-Status: planned. Nothing is registered yet: importing this package changes nothing, and it has no entry point.
+A *format* is how a family of models writes tool calls. From one description of each (:data:`FORMATS`) this package
+derives the grammar that constrains the model, the incremental parser that reads its answer, and the renderer that
+writes calls of earlier turns into the next prompt, so that the three cannot disagree::
 
-It will:
+    from dynamo_structural_tags import get_format, read_request
 
-- hold one module per format (GLM, Qwen, Hermes, Kimi, DeepSeek) with grammar, incremental parser and renderer, bound
-  by laws that are tested as properties;
-- enforce schemas in generation where xgrammar can, check the rest afterwards, and list which is which;
-- return undeclared, invalid and truncated calls as a typed error: never a silent stop, never a repaired call;
-- plug into Dynamo's frontend and into plain vLLM, or work alone as a small library;
-- ship `tool-conformance`, a suite over final API responses that runs against any OpenAI-compatible endpoint.
+    glm = get_format("glm47")
+    policy = read_request(body)              # RequestError: HTTP 400, with the JSON path of what is malformed
+    tag = glm.structural_tag(policy)         # for the engine: vLLM's `structured_outputs.structural_tag`
+    parser = glm.parser(policy)
+    for text in answer:
+        for event in parser.feed(text):      # Content, CallBegin, Arguments, CallEnd, CallFailed
+            ...
+    events = parser.finish(truncated=False)
 
-Until then the package offers its version, the upstream versions it is written for (`SUPPORTED`), and `check()`, which
-refuses an installed upstream outside them.
+:mod:`dynamo_structural_tags.dynamo` puts this behind Dynamo's own HTTP server, :mod:`dynamo_structural_tags.vllm` into
+plain vLLM. Importing this package changes nothing and loads no upstream.
 """
 
 from ._compat import SUPPORTED, UnsupportedUpstreamError, check
+from ._errors import CallError, CallErrorKind, RequestError, StructuralTagsError, ToolCallError, UnrepresentableError
+from ._events import Arguments, CallBegin, CallEnd, CallFailed, Content, Event, Reasoning
+from ._format import Format
+from ._parser import Parser, parse
+from ._request import Choice, Tool, ToolPolicy, read_request
+from .formats import FORMATS, get_format
 from .version import __version__
 
-__all__ = ["SUPPORTED", "UnsupportedUpstreamError", "__version__", "check"]
+__all__ = [
+    "FORMATS",
+    "SUPPORTED",
+    "Arguments",
+    "CallBegin",
+    "CallEnd",
+    "CallError",
+    "CallErrorKind",
+    "CallFailed",
+    "Choice",
+    "Content",
+    "Event",
+    "Format",
+    "Parser",
+    "Reasoning",
+    "RequestError",
+    "StructuralTagsError",
+    "Tool",
+    "ToolCallError",
+    "ToolPolicy",
+    "UnrepresentableError",
+    "UnsupportedUpstreamError",
+    "__version__",
+    "check",
+    "get_format",
+    "parse",
+    "read_request",
+]

