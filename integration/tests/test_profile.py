@@ -104,6 +104,18 @@ def test_cpu_nvfp4_profile_is_cpu_with_rows_of_352_bytes() -> None:
         assert ours.environment == stock.environment
 
 
+def test_cpu_tools_profile_is_cpu_agg_with_our_chat_engine() -> None:
+    profile = profiles.load("cpu-tools")
+    assert profile.plugins == ["dynamo-structural-tags"]
+    added = {
+        "frontend": ["--chat-engine-factory", "dynamo_structural_tags.dynamo:wrap", "--enable-anthropic-api"],
+        "worker": ["--dyn-tool-call-parser", "glm45", "--dyn-reasoning-parser", "glm45"],
+    }
+    for ours, stock in zip(_render(profile), _render(profiles.load("cpu-agg")), strict=True):
+        assert ours.args == [*stock.args, *added[ours.name]]
+        assert ours.environment == stock.environment
+
+
 EXTENDS = """\
 extends: cpu-agg
 description: other
@@ -126,7 +138,7 @@ def test_a_profile_extends_a_shipped_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("extends: gpu\n", "extends: no shipped profile called 'gpu'; there are cpu, cpu-agg, cpu-nvfp4, mocker"),
+        ("extends: gpu\n", "extends: no shipped profile called 'gpu'; there are cpu, cpu-agg, cpu-nvfp4, cpu-tools"),
         ("extends: [cpu]\n", r"extends: no shipped profile called \['cpu'\]"),
         ("extends: cpu\ncomponents: 3\n", "components: Input should be a valid dictionary"),
         ("extends: cpu\ncomponents: {decode: 3}\n", "components.decode: "),
@@ -238,7 +250,7 @@ def test_bad_placeholder_is_refused_by_its_place(tmp_path: Path, value: str, sai
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(StackError, match=r"'gpu'.*cpu, cpu-agg, cpu-nvfp4, mocker"):
+    with pytest.raises(StackError, match=r"'gpu'.*cpu, cpu-agg, cpu-nvfp4, cpu-tools, mocker"):
         profiles.load("gpu")
 
 
