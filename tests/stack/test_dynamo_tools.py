@@ -12,11 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
+import xgrammar
 from tokenizers import Tokenizer
+from xgrammar.testing import _is_grammar_accept_string
 
 from dynamo_structural_tags import read_request
 from dynamo_structural_tags.formats import FORMATS, get_format
-from support.dynamo_tools import MODELS, Answer, Frontend, Worker, events, worker
+from support.dynamo_tools import BARE, MODELS, Answer, Frontend, Worker, events, worker
 from support.stack import until
 
 BOTH = pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
@@ -52,6 +54,13 @@ def frontend(said: Worker) -> Frontend:
 def answer(model: str, body: str) -> str:
     """Return what a model writes: after its reasoning, where its prompt opens one."""
     return f"</think>{body}" if model in ("glm47", "glm45", "deepseek_v4") else body
+
+
+def accepts(request: dict[str, Any], text: str) -> bool:
+    """Say whether xgrammar lets a text through the grammar that reached the worker, to its end."""
+    grammar = xgrammar.Grammar.from_structural_tag(request["sampling_options"]["guided_decoding"]["structural_tag"])
+    accepted: bool = _is_grammar_accept_string(grammar, text)
+    return accepted
 
 
 def calls(model: str, *made: tuple[str, Any]) -> str:
@@ -96,12 +105,17 @@ def _tokenizer(said: Worker, model: str) -> Tokenizer:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "write"}}], ids=str)
 def test_a_forced_call_has_the_models_own_format(said: Worker, frontend: Frontend, model: str, choice: Any) -> None:
     """Dynamo 12910, 13231: a JSON array with unbounded white space was forced on models that write no such thing."""
-    said.say(calls(model, ("write", {"path": "a"})))
+    body = get_format(model).render_calls([("write", '{"path": "a"}')])
+    said.say(answer(model, body))
     assert both(frontend, model, tools=TOOLS, tool_choice=choice).calls == [("write", '{"path": "a"}')]
-    sent = said.requests[0]["sampling_options"]["guided_decoding"]
-    assert set(sent) == {"structural_tag"}
+    request = said.requests[0]
+    prompt = _tokenizer(said, model).decode(request["token_ids"], skip_special_tokens=False)
+    lead = "So.</think>" if prompt.rstrip().endswith("<think>") else ""
     fmt = get_format(model)
-    assert json.dumps(fmt.trigger[:6])[1:-1] in sent["structural_tag"]["format"]["grammar"] or fmt.trigger[0] == "<"
+    separator = fmt.content_separator if fmt.separator_always else fmt.reasoning_separator if lead else ""
+    assert accepts(request, lead + separator + body)
+    for other in ("", "Text.", '[{"name": "write", "parameters": {"path": "a"}}]', "[" + " " * 50, " " * 50):
+        assert not accepts(request, lead + separator + other), other
 
 
 #: What a value of the argument `content` may hold: in Dynamo 1.6.1 each of these is cut, changed or loses its call.
@@ -120,13 +134,12 @@ HARD = {
 
 
 @EACH
-@pytest.mark.parametrize("what", list(HARD))
-def test_a_value_is_not_touched(said: Worker, frontend: Frontend, model: str, what: str) -> None:
+def test_a_value_is_not_touched(said: Worker, frontend: Frontend, model: str) -> None:
     """frontend-crates 249 (entities), and our own findings: lost line breaks, closers inside strings."""
-    arguments = json.dumps({"path": "p", "content": HARD[what]}, ensure_ascii=False)
-    said.say(calls(model, ("write", arguments)), chunk=1)
+    made = [("write", json.dumps({"path": what, "content": text}, ensure_ascii=False)) for what, text in HARD.items()]
+    said.say(calls(model, *made), chunk=1)
     got = both(frontend, model, tools=TOOLS)
-    assert got.calls == [("write", arguments)]
+    assert got.calls == made
     assert got.finish == "tool_calls"
 
 
@@ -179,6 +192,44 @@ def test_a_cut_call_is_an_error_and_never_a_call(said: Worker, frontend: Fronten
     assert (found["kind"], found["tool"]) == ("truncated_call", "write")
 
 
+@pytest.mark.parametrize(
+    ("model", "text", "called"),
+    [
+        ("qwen3_coder", "<tool_call><function=delete>\n</function>\n</tool_call>", True),
+        ("qwen3_coder", "<tool_call>\n\n<function=delete>\n</function>\n</tool_call>", True),
+        ("qwen3_coder", "<function=delete>\n</function>", True),
+        ("kimi_k2", "<|tool_call_begin|>functions.delete:0<|tool_call_argument_begin|>{}<|tool_call_end|>", True),
+        ("glm47", "a key stands in <arg_key>, its value in <arg_value>", False),
+    ],
+)
+def test_no_other_spelling_of_a_call_gets_past_the_grammar_or_out(
+    said: Worker, frontend: Frontend, model: str, text: str, called: bool
+) -> None:
+    """Dynamo 1.6.1: grammars let the first four through and parsers called them; prose like the last was banned."""
+    if called:
+        fault(said, frontend, model, answer(model, text))
+    else:
+        said.say(answer(model, text))
+        got = both(frontend, model, tools=TOOLS)
+        assert (got.content, got.calls) == (text, [])
+    assert accepts(said.requests[0], answer(model, text)) is not called
+
+
+def test_tools_stand_beside_a_json_format(said: Worker, frontend: Frontend) -> None:
+    """In Dynamo 1.6.1 only the JSON schema was sent, and no call could be made."""
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    body = {"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
+    for text, content, made in (
+        ('{"ok": true}', '{"ok": true}', []),
+        (calls("hermes", ("look", {"where": "a"})), "", [("look", '{"where": "a"}')]),
+    ):
+        said.say(text)
+        got = both(frontend, "hermes", **body)
+        assert (got.content, got.calls) == (content, made)
+        assert accepts(said.requests[0], text)
+        assert not accepts(said.requests[0], "Text.")
+
+
 def test_another_formats_call_is_an_error(said: Worker, frontend: Frontend) -> None:
     """Dynamo 13176: Hermes' JSON from a Qwen3-Coder model gave no call and the reason stop."""
     found = fault(said, frontend, "qwen3_coder", '<tool_call>\n{"name": "write", "arguments": {}}\n</tool_call>')
@@ -208,7 +259,8 @@ def test_none_bans_calls_and_hides_the_tools(said: Worker, frontend: Frontend, m
     assert (got.content, got.finish) == ("Fine.", "stop")
     request = said.requests[0]
     assert "write" not in _tokenizer(said, model).decode(request["token_ids"], skip_special_tokens=False)
-    assert request["sampling_options"]["guided_decoding"]["structural_tag"]["format"]["type"] == "grammar"
+    assert accepts(request, answer(model, "Fine."))
+    assert not accepts(request, calls(model, ("write", {"path": "a"})))
     found = fault(said, frontend, model, calls(model, ("write", {"path": "a"})), tool_choice="none")
     assert found["kind"] in ("unexpected_call", "undeclared_tool")
 
@@ -222,12 +274,39 @@ def test_a_second_call_is_an_error_where_one_is_allowed(said: Worker, frontend: 
     assert frontend.chat("hermes", tools=TOOLS, parallel_tool_calls=False).fault["kind"] == "unexpected_call"
 
 
-def test_a_format_that_nobody_knows_is_refused_by_name(said: Worker, frontend: Frontend) -> None:
-    """A parser that does nothing let markup through as content; now the model stays away, and the log says why."""
-    assert frontend.models() == set(MODELS)
-    assert frontend.chat("mystery").status == 404
-    log = (said.folder / "error.log").read_text("utf-8")
-    assert "no tool-call format for 'harmony'; known: glm47, glm45, " in log
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [("mystery", "no tool-call format for 'harmony'"), ("bare", "the worker names no tool call parser")],
+)
+def test_a_model_without_a_known_format_is_served_without_tools(
+    said: Worker, frontend: Frontend, model: str, why: str
+) -> None:
+    """Dynamo 1.6.1 (glm45, qwen3, kimi_k25): a parser that does nothing let the calls' markup through as content."""
+    assert frontend.models() == {*MODELS, *BARE}
+    said.say("Yes 🦀.", chunk=1)
+    got = both(frontend, model)
+    assert (got.content, got.finish) == ("Yes 🦀.", "stop")
+    for stream in (False, True):
+        refused = frontend.chat(model, stream=stream, tools=TOOLS)
+        assert refused.status == (200 if stream else 400)
+        assert refused.message.startswith(f"tools: {why}; known: glm47, glm45, ")
+        assert "--dyn-tool-call-parser" in refused.message
+        assert "DYN_STRUCTURAL_TAGS_FORMAT" in refused.message
+    assert len(said.requests) == 2
+    assert said.log().count(f"{model}: requests with tools are refused") == 1
+
+
+def test_switched_off_dynamos_own_processing_is_left(said: Worker, frontend: Frontend) -> None:
+    own = said.frontend(enabled=False)
+    text = calls("hermes", ("delete", {"path": "/"}))
+    said.say(text)
+    got = own.chat("hermes", tools=TOOLS)
+    # Dynamo's parser of that name knows no such call, and asks for no grammar.
+    assert (got.status, got.calls, got.finish) == (200, [], "stop")
+    assert "delete" in got.content
+    assert said.requests[0]["sampling_options"]["guided_decoding"] is None
+    assert said.requests[0]["output_options"]["skip_special_tokens"] is not False
+    assert frontend.chat("hermes", tools=TOOLS).fault["kind"] == "undeclared_tool"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -340,6 +419,33 @@ def test_once_more_and_then_an_error(said: Worker) -> None:
         assert len(said.requests) == 2
 
 
+def test_no_second_generation_for_a_client_that_left_during_the_first(said: Worker) -> None:
+    bad = calls("hermes", ("delete", {}))
+    (said.folder / "stopped").unlink(missing_ok=True)
+    said.say("and so on " * 50 + bad, pause=0.02)
+    said.frontend("retry_once").leave("hermes", False, after_s=0.3)
+    until((said.folder / "stopped").exists, 5, "the worker is told to stop")
+    assert len(said.requests) == 1
+
+
+def test_dynamos_counters_see_every_token(said: Worker, frontend: Frontend) -> None:
+    retrying = said.frontend("retry_once")
+    for one, model in ((frontend, "hermes"), (retrying, "hermes"), (frontend, "bare")):
+        names = [f"dynamo_frontend_{name}" for name in ("input_sequence_tokens_sum", "output_tokens_total")]
+        before = [one.metric(name, model) for name in names]
+        tools = {} if model == "bare" else {"tools": TOOLS}
+        for stream in (False, True):
+            said.say(calls("hermes", ("look", {})), calls("hermes", ("look", {"where": "a"})))
+            if one is frontend:
+                said.say("Some text <tool", chunk=1)  # held back at its end
+            got = one.chat(model, stream=stream, stream_options={"include_usage": True} if stream else None, **tools)
+            assert got.usage is not None
+            sums = [got.usage["prompt_tokens"], got.usage["completion_tokens"]]
+            after = [one.metric(name, model) for name in names]
+            assert [new - old for new, old in zip(after, before, strict=True)] == sums
+            before = after
+
+
 def test_passed_through_with_a_flag(said: Worker) -> None:
     frontend = said.frontend("pass_through_flagged")
     bad = calls("hermes", ("delete", {"path": "/"}))
@@ -363,6 +469,29 @@ def test_stop_strings_end_an_answer(said: Worker, frontend: Frontend) -> None:
     assert (got.content, got.finish) == ("One. Two. ", "stop")
     streamed = frontend.chat("hermes", stream=True, stop=["END"])
     assert (streamed.content, streamed.finish) == ("One. Two. ", "stop")
+
+
+@BOTH
+def test_a_client_that_leaves_ends_its_generation_and_is_no_failure(
+    said: Worker, frontend: Frontend, stream: bool
+) -> None:
+    (said.folder / "stopped").unlink(missing_ok=True)
+    said.say("and so on " * 200, pause=0.02)
+    frontend.leave("hermes", stream, after_s=0.5)
+    until((said.folder / "stopped").exists, 5, "the worker is told to stop")
+    said.say("Yes.")
+    assert frontend.chat("hermes").content == "Yes."
+    assert "without a finish reason" not in said.log()
+    assert "request_type=" + ("stream" if stream else "unary") + " status=cancelled" in said.log()
+
+
+def test_an_engine_that_gave_up_is_no_answers_end(said: Worker, frontend: Frontend) -> None:
+    """vLLM's `abort`, which Dynamo's worker calls `cancelled`: it came back as an answer that stopped by itself."""
+    said.say("One two three", finish="cancelled")
+    assert frontend.chat("hermes").status == 500
+    streamed = frontend.chat("hermes", stream=True)
+    assert streamed.error is not None
+    assert (streamed.error["code"], streamed.finish) == (500, None)
 
 
 @BOTH

@@ -80,13 +80,13 @@ def test_a_forced_call_is_valid_and_the_same_plain_and_streamed(frontend: Fronte
     assert stream.usage["completion_tokens"] == plain.usage["completion_tokens"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_responses_and_messages_carry_forced_calls(frontend: Frontend, stream: bool) -> None:
-    body: dict[str, Any] = {"model": "glm-tools", "stream": stream, "temperature": 1.0}
+def test_responses_and_messages_carry_forced_calls(frontend: Frontend) -> None:
+    body: dict[str, Any] = {"model": "glm-tools", "temperature": 1.0}
     responses = frontend.post(
         "/v1/responses",
         {
             **body,
+            "stream": True,
             "input": "Go.",
             "tools": [{"type": "function", "name": "look", "parameters": LOOK}],
             "tool_choice": "required",
@@ -94,10 +94,7 @@ def test_responses_and_messages_carry_forced_calls(frontend: Frontend, stream: b
             "max_output_tokens": 200,
         },
     )
-    if stream:
-        done = [one for one in events(responses.text) if one["type"] == "response.function_call_arguments.done"]
-    else:
-        done = [one for one in responses.json()["output"] if one["type"] == "function_call"]
+    done = [one for one in events(responses.text) if one["type"] == "response.function_call_arguments.done"]
     assert len(done) == 1, responses.text
     valid(json.loads(done[0]["arguments"]), LOOK)
     messages = frontend.post(
@@ -110,12 +107,8 @@ def test_responses_and_messages_carry_forced_calls(frontend: Frontend, stream: b
             "max_tokens": 200,
         },
     )
-    if stream:
-        deltas = [one["delta"] for one in events(messages.text) if one["type"] == "content_block_delta"]
-        valid(json.loads("".join(one.get("partial_json", "") for one in deltas)), LOOK)
-    else:
-        (call,) = [one for one in messages.json()["content"] if one["type"] == "tool_use"]
-        valid(call["input"], LOOK)
+    (call,) = [one for one in messages.json()["content"] if one["type"] == "tool_use"]
+    valid(call["input"], LOOK)
 
 
 def bounded(schema: Any) -> bool:
@@ -135,7 +128,9 @@ def test_forced_calls_over_many_schemas_are_valid(frontend: Frontend) -> None:
             tool_choice={"type": "function", "function": {"name": f"tool_{number}"}},
             parallel_tool_calls=False,
             max_tokens=400,
-            temperature=1.0,  # without a seed: on a CPU, vLLM 0.31 dies of one where a prefill is split
+            # Without seeds: with ten seeded requests at once, vLLM 0.31 on a CPU was once seen to end with
+            # "CPU Generator does not use offset".
+            temperature=1.0,
         )
 
     with ThreadPoolExecutor(10) as pool:

@@ -22,6 +22,8 @@ from dynamo_structural_tags.formats import FORMATS
 
 NAMES = list(FORMATS)
 RAW = [name for name in NAMES if FORMATS[name].style == "raw"]
+#: One format of each style and end of a value: the others write values in the same way.
+ONE_OF_EACH = list({(fmt.style, fmt.value_end): name for name, fmt in FORMATS.items()}.values())
 TAGGED = [name for name in NAMES if FORMATS[name].style != "json"]
 
 WEATHER = Tool(
@@ -223,7 +225,6 @@ def test_any_order_lets_every_order_through(fmt: Format) -> None:
 # Refusal.
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -244,10 +245,9 @@ def test_any_order_lets_every_order_through(fmt: Format) -> None:
         ("get_weather_2", {"city": "x"}),
     ],
 )
-def test_what_breaks_the_declaration_is_kept_out(
-    fmt: Format, choice: Any, name: str, arguments: dict[str, Any]
-) -> None:
-    assert not accepts(fmt, ToolPolicy(POLICY.tools, choice), naive(fmt, name, arguments))
+def test_what_breaks_the_declaration_is_kept_out(fmt: Format, name: str, arguments: dict[str, Any]) -> None:
+    for policy in (POLICY, required(*POLICY.tools)):
+        assert not accepts(fmt, policy, naive(fmt, name, arguments))
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
@@ -306,7 +306,6 @@ SPELLINGS = {
         "<tool_call>get_weather_2\n</tool_call>",
         '<tool_call>{"name": "get_weather_2", "arguments": {}}</tool_call>',
         "get_weather_2</tool_call>",
-        "<arg_key>city</arg_key>",
     ],
     "glm45": [
         "\n<tool_call>get_weather_2</tool_call>",
@@ -471,10 +470,11 @@ def test_alternatives_of_all_arguments(fmt: Format) -> None:
         assert not accepts(fmt, policy, naive(fmt, "f", wrong))
 
 
-@pytest.mark.parametrize("least", [0, 1, 2, 5, 6, 9])
+@pytest.mark.parametrize("least", [0, 2, 5, 6])
 @pytest.mark.parametrize("kinds", ["string", ["string", "object"]])
-def test_lengths_are_counted_in_characters(fmt: Format, least: int, kinds: Any) -> None:
-    most = least + 2
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_lengths_are_counted_in_characters(name: str, least: int, kinds: Any) -> None:
+    fmt, most = FORMATS[name], least + 2
     policy = required(one({"type": kinds, "minLength": least, "maxLength": most}))
     for char in ("a", "é", "🦀", "\n", ">", "/"):
         for length in range(least + 4):
@@ -609,7 +609,7 @@ def arguments_of_a_schema(draw: st.DrawFn) -> tuple[Tool, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=arguments_of_a_schema(), choice=st.sampled_from(["auto", "required"]))
 def test_what_can_be_written_is_let_through_and_read_back(
     name: str, case: tuple[Tool, dict[str, Any]], choice: Any
@@ -648,7 +648,7 @@ def _free(tool: Tool, values: list[Any]) -> Tool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=arguments_of_a_schema(), data=st.data())
 def test_what_is_let_through_has_one_meaning(name: str, case: tuple[Tool, dict[str, Any]], data: st.DataObject) -> None:
     """Texts near a valid one: whichever the grammar lets through is read without error and written back the same."""
@@ -674,7 +674,7 @@ def test_what_is_let_through_has_one_meaning(name: str, case: tuple[Tool, dict[s
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(text=st.lists(st.sampled_from(WORDS) | st.text(max_size=6), max_size=6).map("".join))
 def test_free_text_is_content(name: str, text: str) -> None:
     fmt = FORMATS[name]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain vLLM with our tool parsers: what callers of its three APIs see, plain and streamed.
 
-Most tests run vLLM's servers over an engine that says what it is told; the last ones run `vllm serve` on the tiny
-model.
+The tests run vLLM's servers over an engine that says what it is told; the last ones `vllm serve` on the tiny model.
 """
 
 from __future__ import annotations
@@ -571,6 +570,12 @@ def test_vllm_still_needs_what_is_replaced(model: Path, glm: ScriptedServer) -> 
     assert read("responses", False, answer).content == GOOD, "vLLM now reads calls under allowed_tools"
 
 
+def test_the_plugins_flag_takes_the_modules_name() -> None:
+    seen = ParserManager.__dict__["get_parser"]
+    ToolParserManager.import_tool_parser("dynamo_structural_tags.vllm")
+    assert ParserManager.__dict__["get_parser"] is seen, "the module is loaded a second time"
+
+
 FORCED: Json = {
     "type": "object",
     "properties": {
@@ -643,30 +648,37 @@ def served(serving: tuple[int, subprocess.Popen[bytes], Path]) -> Iterator[httpx
 
 def test_a_model_of_random_weights_makes_the_forced_call_in_every_api(served: httpx.Client) -> None:
     tools = (("weather", FORCED), ("other", READ))
-    for api, choice in (("chat", "weather"), ("chat", "required"), ("responses", "weather"), ("messages", "weather")):
-        seen = []
-        for stream in (False, True):
-            sent = {"model": "tiny", **body(api, stream, tools=tools, choice=choice, parallel=False)}
-            seen.append(read(api, stream, served.post(PATHS[api], json=sent)))
-        plain, streamed = seen
-        assert plain == streamed, (api, choice)
-        assert (plain.status, plain.content, plain.error) == (200, "", "")
-        ((name, text),) = plain.calls
+    chat = []
+    # That each API reads an answer alike, plain and streamed, the scripted engine shows.
+    for api, stream, choice in (
+        ("chat", False, "weather"),
+        ("chat", True, "weather"),
+        ("chat", True, "required"),
+        ("responses", True, "weather"),
+        ("messages", False, "weather"),
+    ):
+        sent = {"model": "tiny", **body(api, stream, tools=tools, choice=choice, parallel=False)}
+        seen = read(api, stream, served.post(PATHS[api], json=sent))
+        if api == "chat" and choice == "weather":
+            chat.append(seen)
+        assert (seen.status, seen.content, seen.error) == (200, "", ""), (api, choice)
+        ((name, text),) = seen.calls
         arguments = json.loads(text)
         found = policy(choice, tools=tools).tool(name)
         assert found is not None
         assert Schema(found.parameters).problem(arguments) is None
         assert set(arguments) == set(found.parameters["properties"])
+    plain, streamed = chat
+    assert plain == streamed
 
 
 def test_a_forced_call_cut_off_by_its_token_limit_is_a_truncated_call(served: httpx.Client) -> None:
-    for api in APIS:
-        for stream in (False, True):
-            sent = {"model": "tiny", **body(api, stream, tools=(("weather", FORCED),), choice="required")}
-            sent["max_output_tokens" if api == "responses" else "max_tokens"] = 24
-            seen = read(api, stream, served.post(PATHS[api], json=sent))
-            assert seen.status == (200 if stream else 500)
-            assert seen.error.startswith("truncated_call: ")
+    for api, stream in (("chat", True), ("responses", False), ("messages", True)):
+        sent = {"model": "tiny", **body(api, stream, tools=(("weather", FORCED),), choice="required")}
+        sent["max_output_tokens" if api == "responses" else "max_tokens"] = 24
+        seen = read(api, stream, served.post(PATHS[api], json=sent))
+        assert seen.status == (200 if stream else 500)
+        assert seen.error.startswith("truncated_call: ")
 
 
 def test_a_served_request_without_a_grammar_is_refused(served: httpx.Client) -> None:

@@ -17,7 +17,7 @@ from .chat_templates import TEMPLATES
 from .processes import Process, free_port
 from .saying_worker import write_model
 
-__all__ = ["Answer", "Frontend", "Worker", "events", "worker"]
+__all__ = ["BARE", "MODELS", "Answer", "Frontend", "Worker", "events", "worker"]
 
 #: Models by name: the worker's own name of the format, and whether it has a reasoning parser.
 MODELS: Mapping[str, tuple[str, str | None]] = {
@@ -29,6 +29,8 @@ MODELS: Mapping[str, tuple[str, str | None]] = {
     "deepseek_v3_2": ("deepseek_v3_2", None),
     "deepseek_v4": ("deepseek-v4", "deepseek_v4"),
 }
+#: Models whose worker names a parser that nobody here knows, and none at all.
+BARE: Mapping[str, tuple[str | None, str | None]] = {"mystery": ("harmony", None), "bare": (None, "qwen3")}
 
 
 def events(text: str) -> list[dict[str, Any]]:
@@ -75,6 +77,22 @@ class Frontend:
     def post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
         """Send a raw request."""
         return self._client.post(path, json=dict(body))
+
+    def metric(self, name: str, model: str) -> float:
+        """Return a counter of its own metrics, summed over all labels but the model."""
+        lines = self._client.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith(f"{name}{{") and f'model="{model}"' in line]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+    def leave(self, model: str, stream: bool, after_s: float) -> None:
+        """Ask for a chat completion and close the connection before it is complete."""
+        body = {"model": model, "messages": [{"role": "user", "content": "Go."}], "stream": stream}
+        with contextlib.suppress(httpx.TimeoutException):
+            options: dict[str, Any] = {"json": body, "timeout": after_s}
+            with self._client.stream("POST", "/v1/chat/completions", **options) as answer:
+                for line in answer.iter_lines():
+                    if "content" in line:
+                        break
 
     def models(self) -> set[str]:
         """Return the names of the models that it serves."""
@@ -128,6 +146,7 @@ class Worker:
         self.folder = folder
         self._environment = environment
         self._stack = stack
+        self._spare = stack.enter_context(contextlib.ExitStack())
         self._frontends: dict[str, Frontend] = {}
         self._written = 0
 
@@ -145,32 +164,47 @@ class Worker:
         """What arrived since it was told."""
         return [json.loads(line) for line in (self.folder / "requests.jsonl").read_text("utf-8").splitlines()]
 
-    def frontend(self, on_call_error: str = "error") -> Frontend:
-        """Return the frontend with that policy, started where it is not up."""
-        if on_call_error not in self._frontends:
+    def frontend(self, on_call_error: str = "error", enabled: bool = True) -> Frontend:
+        """Return the frontend with that policy, or with Dynamo's own processing; started where it is not up.
+
+        One is up beside the one of the policy `error`: each watches all models by inotify, of which a system allows
+        few.
+        """
+        name = on_call_error if enabled else "own"
+        # Dynamo's own serves no model without a template of its own.
+        served = {*MODELS, *BARE} if enabled else {"hermes"}
+        if name not in self._frontends:
+            if name != "error":
+                self._spare.close()
+                self._frontends = {kept: one for kept, one in self._frontends.items() if kept == "error"}
             port = free_port()
             frontend = Frontend(port)
-            self._stack.enter_context(
+            settings = {"DYN_STRUCTURAL_TAGS": str(int(enabled)), "DYN_STRUCTURAL_TAGS_ON_CALL_ERROR": on_call_error}
+            (self._stack if name == "error" else self._spare).enter_context(
                 Process(
                     [
                         *(sys.executable, "-m", "dynamo.frontend", "--http-host", "127.0.0.1"),
                         *("--http-port", str(port), "--enable-anthropic-api"),
                         *("--chat-engine-factory", "dynamo_structural_tags.dynamo:wrap"),
                     ],
-                    name=f"frontend {on_call_error}",
-                    ready=lambda: frontend.models() >= set(MODELS),
+                    name=f"frontend {name}",
+                    ready=lambda: frontend.models() >= served,
                     deadline_s=60,
-                    env={**self._environment, "DYN_STRUCTURAL_TAGS_ON_CALL_ERROR": on_call_error},
-                    log=self.folder / f"{on_call_error}.log",
+                    env={**self._environment, **settings},
+                    log=self.folder / f"{name}.log",
                 )
             )
-            self._frontends[on_call_error] = frontend
-        return self._frontends[on_call_error]
+            self._frontends[name] = frontend
+        return self._frontends[name]
+
+    def log(self, frontend: str = "error") -> str:
+        """Return what the frontend with that policy has logged."""
+        return (self.folder / f"{frontend}.log").read_text("utf-8")
 
 
 @contextlib.contextmanager
 def worker(folder: Path) -> Iterator[Worker]:
-    """Start a worker with one model per format of `MODELS`, and one, `mystery`, whose format nobody knows."""
+    """Start a worker with the models of `MODELS` and `BARE`."""
     environment = {
         "DYN_DISCOVERY_BACKEND": "file",
         "DYN_FILE_KV": str(folder / "discovery"),
@@ -185,8 +219,8 @@ def worker(folder: Path) -> Iterator[Worker]:
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }
     models = []
-    for name, (parser, reasoning) in {**MODELS, "mystery": ("harmony", None)}.items():
-        model = write_model(folder / "models" / name, TEMPLATES.get(name) or (None if name in TEMPLATES else "{{ x }}"))
+    for name, (parser, reasoning) in {**MODELS, **BARE}.items():
+        model = write_model(folder / "models" / name, TEMPLATES[name if name in MODELS else "hermes"])
         card = {"name": name, "folder": str(model), "tool_call_parser": parser, "reasoning_parser": reasoning}
         models += ["--model", json.dumps(card)]
     command = [sys.executable, "-m", "support.saying_worker", "--folder", str(folder), *models]

@@ -5,8 +5,9 @@
 
 A model may also have `reasoning_parser`, `structural_tag` and `runtime_data`, as the worker's card is to have them.
 `FOLDER/say.json` holds `{"answers": [TEXT, ...], "finish": "stop", "chunk": 3}`: the n-th request since it was written
-gets the n-th answer, later ones the last, in chunks of so many tokens. `FOLDER/requests.jsonl` collects what arrived, `FOLDER/stopped`
-appears when a request was called off. `pause` is what precedes each chunk, in seconds; `error` fails the second one.
+gets the n-th answer, later ones the last, in chunks of so many tokens. `FOLDER/requests.jsonl` collects what arrived,
+`FOLDER/stopped` appears when a request was called off. `pause` is what precedes each chunk, in seconds; `error` fails
+the second one.
 The answer ends early, with the reason `length`, at the request's max_tokens.
 """
 

@@ -394,7 +394,7 @@ def _kimi(text: _Text, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
         text.take("functions.")
         name = text.name()
         text.take(":")
-        number = text.until("<|tool_call_argument_begin|>").strip()
+        number = text.until("<|tool_call_argument_begin|>").strip(" \t\r\n")
         if not re.fullmatch("[0-9]+", number):
             raise NotThisFormat(f"no number of a call: {number!r}")
         text.space()
@@ -486,7 +486,7 @@ def read(
         NotThisFormat: for a text that is not an answer in that format, and for duplicate keys.
     """
     reader, opener, separator, foreign = _FORMATS[format_name]
-    if json_content and not text.lstrip().startswith(opener):
+    if json_content and not text.lstrip(" \t\r\n").startswith(opener):
         return text, []
     content, found, _ = text.partition(opener)
     for marker in (*foreign, "<think>", "</think>"):
@@ -495,7 +495,7 @@ def read(
     if not found:
         return content, []
     start = len(content)
-    if not content.strip() and len(content) <= len(separator) + len(_AFTER_REASONING.get(format_name, "")):
+    if not content.strip(" \t\r\n") and len(content) <= len(separator) + len(_AFTER_REASONING.get(format_name, "")):
         content = ""
     elif separator:
         content = content.removesuffix(separator)

@@ -274,9 +274,7 @@ def cases(fmt: Format, seed: int) -> Iterator[Case]:
         policy = read_request(body)
         assert policy is not None
         reasoning = rng.choice(REASONING)
-        yield Case(
-            fmt, body, policy, reasoning, rng.choice(ORDERS), closers(fmt, tools, reasoning)
-        )
+        yield Case(fmt, body, policy, reasoning, rng.choice(ORDERS), closers(fmt, tools, reasoning))
 
 
 # --- what has to hold ---------------------------------------------------------------------------------------------

@@ -256,6 +256,7 @@ def _parsers(bench: Bench, fmt: Format) -> None:
         reference_name=name,
         aim="<= 0.2",
         repeats=3,
+        warmup=0,
     )
     bench.compare_time(
         f"{fmt.name}: at once, {MIDDLE // 1000} kB",

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -335,6 +338,18 @@ def answer(one: Model, routed: FakeRouted, settings: Settings | None = None, **r
     return asyncio.run(collect())
 
 
+def test_a_special_token_inside_arguments_is_its_text(folder: Path, tokenizer: Tokenizer) -> None:
+    # The grammar takes it for text. Dropped, the arguments would not be those that were generated.
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    text = "</think>" + get_format("glm47").render_calls([("f", '{"a": "a <|begin_of_image|> b"}')])
+    chunks = answer(model(folder, tokenizer), said(tokenizer, text), tools=[{"type": "function", "function": function}])
+    deltas = [chunk["data"]["choices"][0]["delta"] for chunk in chunks if chunk.get("data")]
+    (call,) = (call for delta in deltas for call in delta.get("tool_calls", ()))
+    assert call["function"]["arguments"] == '{"a": "a <|begin_of_image|> b"}'
+    plain = answer(model(folder, tokenizer), said(tokenizer, "</think>a <|begin_of_image|> b"))
+    assert text_of(plain, "content") == "a  b"
+
+
 def test_arguments_are_held_back_unless_asked_for(folder: Path, tokenizer: Tokenizer) -> None:
     function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
     tools = [{"type": "function", "function": function}]
@@ -358,11 +373,144 @@ def test_arguments_are_held_back_unless_asked_for(folder: Path, tokenizer: Token
         (FakeRouted(FakeResponse({"status": "error", "message": "no memory"})), "no memory"),
         (FakeRouted(FakeResponse({"token_ids": [5]})), "the engine's stream ended without a finish reason"),
         (FakeRouted(FakeResponse({"token_ids": [], "finish_reason": "error"})), "the engine ended with error"),
+        (FakeRouted(FakeResponse({"token_ids": [], "finish_reason": "cancelled"})), "the engine ended with cancelled"),
     ],
 )
 def test_an_engine_that_fails_is_an_error(folder: Path, tokenizer: Tokenizer, routed: FakeRouted, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         answer(model(folder, tokenizer), routed)
+
+
+def text_of(chunks: list[dict[str, Any]], key: str) -> str:
+    deltas = [choice["delta"] for chunk in chunks for choice in (chunk.get("data") or {}).get("choices", ())]
+    return "".join(delta.get(key) or "" for delta in deltas)
+
+
+def test_a_json_answer_is_content_where_the_engine_does_not_wait_for_reasoning(
+    folder: Path, tokenizer: Tokenizer
+) -> None:
+    """The prompt opens a reasoning block, but the grammar holds from the first token: all of it would be reasoning."""
+    wanted: dict[str, Any] = {"response_format": {"type": "json_object"}}
+    chunks = answer(model(folder, tokenizer), said(tokenizer, '{"a": 1}'), **wanted)
+    assert (text_of(chunks, "content"), text_of(chunks, "reasoning_content")) == ('{"a": 1}', "")
+    waiting = model(folder, tokenizer, runtime_data={"tool_call_structural_tag_excludes_reasoning": True})
+    chunks = answer(waiting, said(tokenizer, 'So.</think>{"a": 1}'), **wanted)
+    assert (text_of(chunks, "content"), text_of(chunks, "reasoning_content")) == ('{"a": 1}', "So.")
+
+
+def test_a_name_given_to_the_template_is_never_one_of_ours(folder: Path, tokenizer: Tokenizer) -> None:
+    names = {"self": 1, "messages": [], "tools": [], "enable_thinking": False}
+    assert read(folder, tokenizer, chat_template_kwargs=names).mode == "closed"
+
+
+def test_a_tokenizer_that_cuts_does_not_cut_prompts(folder: Path) -> None:
+    cutting = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    cutting.enable_truncation(4)
+    cutting.enable_padding(length=64)
+    made = model(folder, cutting)
+    sent = prepare(made, {"messages": [{"role": "user", "content": "one two three four"}]}).engine_request
+    assert "one two three four" in made.tokenizer.decode(sent["token_ids"])
+    assert len(sent["token_ids"]) < 64
+
+
+def test_log_probabilities_stay_with_their_tokens_while_text_is_held_back(folder: Path, tokenizer: Tokenizer) -> None:
+    text = "</think>One STO two 🦀 <tool STOP never"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    best = tokenizer.token_to_id("!")
+    routed = FakeRouted(
+        *(
+            FakeResponse(
+                {
+                    "token_ids": [token],
+                    "log_probs": [-2.0 - number],
+                    "top_logprobs": [
+                        # The engine's own order: the token that was drawn, then the best ones.
+                        [
+                            {"token_id": token, "logprob": -2.0 - number, "rank": 9},
+                            {"token_id": best, "logprob": -0.5, "rank": 1},
+                        ]
+                    ],
+                }
+            )
+            for number, token in enumerate(ids)
+        ),
+        FakeResponse({"token_ids": [], "finish_reason": "stop"}),
+    )
+    chunks = answer(model(folder, tokenizer), routed, stop=["STOP"], logprobs=True, top_logprobs=1)
+    assert text_of(chunks, "content") == "One STO two 🦀 <tool "
+    choices = [choice for chunk in chunks for choice in (chunk.get("data") or {}).get("choices", ())]
+    found = [one for choice in choices for one in (choice.get("logprobs") or {}).get("content", ())]
+    assert [one["logprob"] for one in found] == [-2.0 - number for number in range(len(found))]
+    kept = tokenizer.decode(ids[: len(found)], skip_special_tokens=False)
+    assert kept.startswith("</think>One STO two 🦀 <tool ")
+    assert {top["token"] for one in found for top in one["top_logprobs"]} == {"!"}
+
+
+def test_usage_counts_the_prompt_that_was_sent(folder: Path, tokenizer: Tokenizer) -> None:
+    """A worker that takes over a request counts what was generated before into its prompt."""
+    usage = {"prompt_tokens": 999, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 3}}
+    last = {"token_ids": [], "finish_reason": "stop", "completion_usage": usage}
+    routed = FakeRouted(FakeResponse({"token_ids": [5, 6]}), FakeResponse(last))
+    chunks = answer(model(folder, tokenizer), routed, stream_options={"include_usage": True})
+    (found,) = [chunk["data"]["usage"] for chunk in chunks if (chunk.get("data") or {}).get("usage")]
+    sent = read(folder, tokenizer).prompt_tokens
+    assert found == {
+        "prompt_tokens": sent,
+        "completion_tokens": 2,
+        "total_tokens": sent + 2,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+
+
+def test_a_long_prompt_does_not_hold_up_the_answers_beside_it(folder: Path, tokenizer: Tokenizer) -> None:
+    made = model(folder, tokenizer, context_length=None)
+    request = {"messages": [{"role": "user", "content": "words and (more) 12 words; " * 20_000}]}
+
+    async def longest() -> tuple[float, float]:
+        """Return how long it took, and the longest time in which nothing else ran."""
+        work = asyncio.create_task(asyncio.to_thread(prepare, made, request))
+        start = last = time.perf_counter()
+        gap = 0.0
+        while not work.done():
+            await asyncio.sleep(0.001)
+            now = time.perf_counter()
+            gap, last = max(gap, now - last), now
+        return last - start, gap
+
+    seen = [asyncio.run(longest()) for _ in range(3)]
+    assert min(gap / took for took, gap in seen) < 0.5, seen
+
+
+def test_the_first_call_imports_nothing(folder: Path) -> None:
+    """What it imports would hold up every other answer: a call is checked between their chunks."""
+    code = """
+import sys
+from pathlib import Path
+from tokenizers import Tokenizer
+from dynamo_structural_tags import get_format, read_request
+from dynamo_structural_tags._engine import Model
+folder = Path(sys.argv[1])
+made = Model("glm", folder, get_format("glm47"), {}, Tokenizer.from_file(str(folder / "tokenizer.json")))
+before = set(sys.modules)
+parameters = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}}}
+policy = read_request({"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]})
+made.format.structural_tag(policy)
+parser = made.format.parser(policy)
+parser.feed(made.format.render("f", {"a": "2026-11-30"}))
+assert len(parser.calls) == 1
+print(sorted(set(sys.modules) - before))
+"""
+    run = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_a_model_without_a_format_needs_a_template_and_refuses_tools_only(folder: Path, tokenizer: Tokenizer) -> None:
+    bare = Model("bare", folder, None, CARD, tokenizer, "no format")
+    chunks = answer(bare, said(tokenizer, "So.</think>Yes."), tools=[])
+    assert (text_of(chunks, "content"), text_of(chunks, "reasoning_content")) == ("Yes.", "So.")
+    for choice in ("auto", "none", "required"):
+        with pytest.raises(RequestError, match=r"^tools: no format"):
+            prepare(bare, {"messages": ASKED, "tools": [LOOK], "tool_choice": choice})
 
 
 def test_a_broken_call_is_raised_with_its_place(folder: Path, tokenizer: Tokenizer) -> None:

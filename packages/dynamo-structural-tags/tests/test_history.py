@@ -257,6 +257,15 @@ def test_a_template_has_what_transformers_gives_it() -> None:
         ChatTemplate("{{ messages[0].content.__class__.__mro__ }}").render([ASKED])
 
 
+def test_a_developers_message_is_not_lost_in_a_template_that_knows_none() -> None:
+    messages = [{"role": "developer", "content": "D"}, ASKED]
+    knows_none = "{% for m in messages %}{% if m.role in ('system', 'user') %}{{ m.role }}:{{ m.content }};{% endif %}"
+    assert ChatTemplate(knows_none + "{% endfor %}").render(messages) == "system:D;user:Go.;"
+    knows = knows_none.replace("('system'", "('developer'")
+    assert ChatTemplate(knows + "{% endfor %}").render(messages) == "developer:D;user:Go.;"
+    assert messages[0]["role"] == "developer"
+
+
 def test_where_a_template_is_found(tmp_path: Path) -> None:
     fmt = get_format("hermes")
 
@@ -265,6 +274,8 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="no chat template, and the format hermes has none of its own"):
         found()
+    with pytest.raises(ValueError, match=r"no chat template$"):
+        ChatTemplate.of_model(tmp_path, None)
     settings: dict[str, Any] = {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}config"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert found() == "<s>config"

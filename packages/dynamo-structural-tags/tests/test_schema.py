@@ -159,6 +159,9 @@ def test_what_the_metaschema_refuses_is_refused(node: dict[str, Any]) -> None:
         # `items` may be an array, as in Draft 7, and an `anyOf` inside one is checked like any other.
         if isinstance(node.get("items"), list) or "items" in json.dumps(node):
             return
+        # An annotation may be null.
+        if node.get("format", "") is None:
+            return
         with pytest.raises(RequestError):
             check_schema(node, "s")
 
@@ -415,15 +418,18 @@ def test_following_all_ways_at_once_finds_what_re_finds(pattern: str, text: str)
         ("^(a+)+$", "a" * 40 + "b"),
         ("^(a+)+(?=c)", "a" * 5000 + "b"),
         (r"\s+$", " " * 50_000 + "x"),
-        ("(a|a)*$", "a" * 99 + "b"),
+        ("^(a|a)*$", "a" * 99 + "b"),
     ],
 )
 def test_a_pattern_is_searched_in_bounded_time(pattern: str, text: str) -> None:
     assert not _regex.search(pattern, text)
     assert Schema({"enum": [text, "c"], "pattern": f"{pattern}|c"}).strings()
-    # More work than is reasonable is said to be that.
-    problem = Schema({"type": "string", "pattern": "^(?:(?=.*x).)*$"}).problem("a" * 3000)
-    assert problem is None or "too long" in problem[1]
+
+
+def test_a_search_that_would_take_too_long_is_given_up() -> None:
+    problem = Schema({"pattern": "^(?:(?=.*$).)*$"}).problem("a" * 3000)
+    assert problem is not None
+    assert problem[1].startswith("would take too long")
 
 
 def _chained(keyword: str) -> dict[str, Any]:
@@ -440,6 +446,7 @@ def _chained(keyword: str) -> dict[str, Any]:
         ({"pattern": "a" * 20_000}, "s.pattern", "characters"),
         ({"properties": {"a" * 3000: {}}}, "s.properties", "characters"),
         ({"required": ["a" * 3000]}, "s.required[0]", "characters"),
+        ({"properties": {f"p{at}": {} for at in range(1001)}}, "s.properties", "more than 1000"),
         ({"enum": [1 << 20_000]}, "s.enum[0]", "bits"),
         ({"properties": {"a": {"$ref": "#/x"}}, "x": {"type": "text"}}, "s.properties.a.$ref.type", "not 'text'"),
         ({"anyOf": [{"$ref": "#/default"}], "default": {"pattern": "("}}, "s.anyOf[0].$ref.pattern", "no regular"),

@@ -117,6 +117,8 @@ MAX_NODES = 20_000
 #: The longest pattern, and the longest name of a property.
 MAX_PATTERN = 16_384
 MAX_KEY = 256
+#: The most properties of one object: to compile optional ones takes xgrammar time that grows with their square.
+MAX_PROPERTIES = 1000
 #: How many nodes a node may have look at the same value through its references.
 MAX_VISITS = 5_000
 #: Integers of more bits are refused: they have no text in Python.
@@ -782,7 +784,7 @@ def _validator_class() -> Any:
             if not search(value, instance):
                 yield ValidationError(f"{instance!r} does not match {value!r}")
         except TooCostlyError:
-            yield ValidationError(f"{instance!r} would take too long to be matched with {value!r}")
+            yield ValidationError(f"would take too long to be matched with {value!r}")
 
     def matching(patterns: Iterable[str], key: str) -> list[str]:
         try:
@@ -985,6 +987,8 @@ class _Check:
 
     def properties(self, value: Any, path: str, depth: int) -> None:
         self.named(value, path, depth)
+        if len(value) > MAX_PROPERTIES:
+            raise RequestError(path, f"has {len(value)} properties, more than {MAX_PROPERTIES}")
         for key in value:
             if len(key) > MAX_KEY:
                 raise RequestError(path, f"the property {_shown(key)} has more than {MAX_KEY} characters")

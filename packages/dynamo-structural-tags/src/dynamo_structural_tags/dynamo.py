@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from ._compat import check
-from ._engine import ChatEngine, EngineError, Model, Settings, choose_format, flag
+from ._engine import ChatEngine, EngineError, Model, Settings, choose_format, flag, gone
 from ._errors import RequestError, ToolCallError
 
 __all__ = ["wrap"]
@@ -92,7 +92,10 @@ def _model(card: Any, settings: Settings) -> Model:
         refusal = str(error)
     folder = Path(card.local_dir())
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"{folder}: no tokenizer.json")
+        raise ValueError(
+            f"{folder}: no tokenizer.json, and no other kind of tokenizer file is read: put one beside it, or set "
+            "DYN_STRUCTURAL_TAGS=0 for Dynamo's own processing"
+        )
     return Model(card.name(), folder, fmt, config, Tokenizer.from_file(str(folder / "tokenizer.json")), refusal)
 
 
@@ -116,6 +119,8 @@ class _Answers:
         except DynamoException:
             raise
         except Exception as error:
+            if gone(context):
+                return
             refused = backend_invalid_argument_to_http_error(error)
             if refused is not None:  # the worker's own refusal, such as of a sampling parameter
                 raise (InvalidArgument(refused.message) if refused.code == 400 else refused) from error

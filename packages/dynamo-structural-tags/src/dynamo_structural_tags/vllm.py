@@ -49,7 +49,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.tool_parsers.abstract_tool_parser import ToolParser, ToolParserManager
 
-from ._engine import Settings, flag
+from ._engine import Settings, flag, warm_up
 from ._errors import RequestError, ToolCallError
 from ._events import Arguments, CallBegin, CallEnd, Content, Event, Reasoning
 from ._format import Format
@@ -578,6 +578,7 @@ def _override(owner: type, name: str, make: Callable[[Any], Any]) -> None:
 
 def _register() -> None:
     settings = _settings()
+    warm_up(next(iter(FORMATS.values())))
     for form in FORMATS.values():
         names = {"form": form, "settings": settings, "__module__": __name__, "__doc__": f"The format {form.name}."}
         made = type(f"Structural_{form.name}", (StructuralToolParser,), names)
