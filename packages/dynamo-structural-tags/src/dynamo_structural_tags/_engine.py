@@ -32,17 +32,13 @@ logger = logging.getLogger(__name__)
 
 OnCallError = Literal["error", "retry_once", "pass_through_flagged"]
 
-#: Dynamo's and vLLM's names of tool call parsers -> our format.
+#: Dynamo's names of tool call parsers -> our format.
 PARSERS: Mapping[str, str] = {
     **{name: name for name in FORMATS},
-    "glm47_moe": "glm47",
-    "glm45_moe": "glm45",
     "nemotron_nano": "qwen3_coder",
-    "qwen3_xml": "qwen3_coder",
     "qwen25": "hermes",
     "qwen3": "hermes",
     "kimi_k25": "kimi_k2",
-    "deepseek_v32": "deepseek_v3_2",
     "deepseek-v4": "deepseek_v4",
     "deepseekv4": "deepseek_v4",
 }
