@@ -521,3 +521,21 @@ def test_keys_are_matched_as_patterns_are() -> None:
         )
         is None
     )
+
+
+PLAIN = {
+    "type": "object",
+    "properties": {name: {"type": name, "title": name} for name in ("string", "integer", "number", "boolean", "null")}
+    | {"array": {"type": "array"}, "object": {"type": "object"}},
+    "required": ["string"],
+}
+VALUES = ["a", 1, 1.0, 1.5, True, None, [], [1], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("more", [{}, {"additionalProperties": False}])
+def test_the_quick_check_of_plain_objects_says_what_the_full_one_does(more: dict[str, Any]) -> None:
+    plain, full = Schema({**PLAIN, **more}), Schema({**PLAIN, **more, "minProperties": 0})
+    assert plain._plain is not None
+    assert full._plain is None
+    for value in (*VALUES, *({"string": "a", key: one} for key in (*PLAIN["properties"], "other") for one in VALUES)):
+        assert plain.problem(value) == full.problem(value), value

@@ -299,6 +299,22 @@ def _nodes(node: Any) -> Iterator[Mapping[str, Any]]:
             pending.extend(found)
 
 
+#: Keywords of an object, and of a value in it, that the quick check of a plain schema knows.
+_SAID = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
+_PLAIN_OBJECT = _SAID | {"$schema", "type", "properties", "required", "additionalProperties"}
+_PLAIN_VALUE = _SAID | {"type"}
+#: A JSON type -> the exact types of its values. `1.0` is an integer too, and left to the full check.
+_PLAIN_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
 class Schema:
     """A schema's node together with the document it stands in.
 
@@ -370,6 +386,9 @@ class Schema:
 
         Every keyword is looked at, those that no grammar enforces included.
         """
+        if self._plain is not None and self._plain(value):
+            return None
+
         from jsonschema.exceptions import best_match
 
         _LEFT.checks = _MOST_CHECKS + _CHECKS_EACH * (25 + self._document.nodes) * _values(value)
@@ -384,6 +403,34 @@ class Schema:
         except _TooManyChecksError:
             return "", "would take too long to be checked"
         return None
+
+    @cached_property
+    def _plain(self) -> Callable[[Any], bool] | None:
+        """Return a quick check that is sure of what it accepts, for flat objects of simple types."""
+        node = self._nodes[0] if len(self._nodes) == 1 else None
+        if not isinstance(node, Mapping) or not _PLAIN_OBJECT.issuperset(node) or node.get("type") != "object":
+            return None
+        kinds: dict[str, tuple[type, ...]] = {}
+        for key, inner in node.get("properties", {}).items():
+            kind = inner.get("type") if isinstance(inner, Mapping) and _PLAIN_VALUE.issuperset(inner) else None
+            if not isinstance(kind, str) or kind not in _PLAIN_TYPES:
+                return None
+            kinds[key] = _PLAIN_TYPES[kind]
+        required = tuple(node.get("required", ()))
+        closed = node.get("additionalProperties", True) is False
+        if not isinstance(node.get("additionalProperties", True), bool):
+            return None
+
+        def holds(value: Any) -> bool:
+            if type(value) is not dict:
+                return False
+            for key, one in value.items():
+                found = kinds.get(key)
+                if closed if found is None else type(one) not in found:
+                    return False
+            return all(key in value for key in required)
+
+        return holds
 
     @cached_property
     def _validators(self) -> tuple[Any, ...]:
