@@ -529,3 +529,12 @@ def test_no_count_is_more_than_xgrammar_reads(fmt: Format, schema: Any) -> None:
     text = grammar(fmt, ToolPolicy((Tool("f", schema),)))
     assert str(1 << 31) not in text
     assert str((1 << 31) - 1) not in text
+
+
+@pytest.mark.parametrize("text", ['{"a": NaN}', '{"a": 1, "a": 2}', '{"a": {"b": 1, "b": 2}}'])
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_what_no_parser_reads_back_is_not_written(name: str, text: str) -> None:
+    fmt = get_format(name)
+    assert not fmt.representable(None, text)
+    with pytest.raises(UnrepresentableError):
+        fmt.render("f", text)

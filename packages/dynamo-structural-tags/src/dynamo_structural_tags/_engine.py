@@ -126,7 +126,7 @@ def choose_format(parser: str | None, override: str | None) -> Format:
 
 
 def warm_up(fmt: Format) -> None:
-    """Import what the first call would import otherwise, while other answers wait (0.1 to 0.4 s)."""
+    """Import what the first call would import otherwise, while other answers wait."""
     # Not a plain schema: those are checked without what is to be imported.
     policy = ToolPolicy((Tool("f", {"type": "object", "minProperties": 0}),))
     fmt.structural_tag(policy)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ._errors import UnrepresentableError
+from ._json import DECODER, unique
 from ._reading import Reading, tool_reading
 from ._request import Tool, ToolPolicy
 
@@ -244,21 +245,6 @@ def _shown(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} is there twice")
-    return found
-
-
-def _not_json(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_not_json)
-
-
 def _members(arguments: Mapping[str, Any] | str) -> list[tuple[str, Any, str]]:
     """Return the key, the value and the value's JSON text of each argument.
 
@@ -297,17 +283,17 @@ def _split(text: str) -> list[tuple[str, Any, str]]:
     at, _ = skip(0, "{")
     at, char = skip(at + 1, '"}')
     while char != "}":
-        key, at = _DECODER.raw_decode(text, at)
+        key, at = DECODER.raw_decode(text, at)
         at, _ = skip(at, ":")
         begin = _SPACE.match(text, at + 1).end()  # type: ignore[union-attr]
-        value, at = _DECODER.raw_decode(text, begin)
+        value, at = DECODER.raw_decode(text, begin)
         members.append((key, value, text[begin:at]))
         at, char = skip(at, ",}")
         if char == ",":
             at, char = skip(at + 1, '"')
     if text[at + 1 :].strip(" \t\n\r"):
         raise ValueError(f"text after the object at character {at + 1}")
-    _unique([(key, None) for key, _, _ in members])
+    unique([(key, None) for key, _, _ in members])
     return members
 
 

@@ -28,6 +28,7 @@ import jinja2.sandbox
 
 from ._errors import RequestError
 from ._format import Format
+from ._json import DECODER, shown, unique
 from ._request import Tool
 
 __all__ = ["ChatTemplate", "History", "Spellings", "read_arguments", "read_messages"]
@@ -110,21 +111,6 @@ def _with_source(value: Any, source: str) -> Any:
     return sourced
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
-    return found
-
-
-def _refused(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_distinct, parse_constant=_refused)
-
-
 def read_arguments(text: str, path: str) -> Mapping[str, Any]:
     """Read the arguments of a call, a JSON object. Its values, and it as a whole, print as they stand in `text`.
 
@@ -133,20 +119,20 @@ def read_arguments(text: str, path: str) -> Mapping[str, Any]:
     """
     text = text.strip(" \t\r\n") or "{}"  # some clients send an empty text for a call without arguments
     if not text.startswith("{"):
-        raise RequestError(path, f"must be the JSON text of an object, not {_shown(text)}")
+        raise RequestError(path, f"must be the JSON text of an object, not {shown(text)}")
     pairs: list[tuple[str, Any]] = []
     try:
-        _DECODER.decode(text)  # all of it, with the decoder's own messages; below, only the places are new
+        DECODER.decode(text)  # all of it, with the decoder's own messages; below, only the places are new
         at = _skip(text, 1)
         while text[at] != "}":
-            key, at = _DECODER.raw_decode(text, at)
+            key, at = DECODER.raw_decode(text, at)
             at = _skip(text, _skip(text, at) + 1)  # past the colon
-            value, end = _DECODER.raw_decode(text, at)
+            value, end = DECODER.raw_decode(text, at)
             pairs.append((key, _with_source(value, text[at:end])))
             at = _skip(text, end)
             if text[at] == ",":
                 at = _skip(text, at + 1)
-        found = _Object(_distinct(pairs))
+        found = _Object(unique(pairs))
     except (ValueError, RecursionError) as error:
         raise RequestError(path, f"must be the JSON text of an object: {error}") from error
     found.source = text
@@ -156,11 +142,6 @@ def read_arguments(text: str, path: str) -> Mapping[str, Any]:
 def _skip(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
     return match.end() if match else at
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 class History:
@@ -245,16 +226,16 @@ def read_messages(messages: Any, fmt: Format, tools: Mapping[str, Tool], spellin
             text for a call's arguments.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise RequestError("messages", f"must be an array with at least one message, not {_shown(messages)}")
+        raise RequestError("messages", f"must be an array with at least one message, not {shown(messages)}")
     found: list[dict[str, Any]] = []
     ids: dict[str, str] = {}  # as the client knows a call -> as the template gets it
     count = 0
     for index, message in enumerate(messages):
         path = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise RequestError(path, f"must be an object, not {_shown(message)}")
+            raise RequestError(path, f"must be an object, not {shown(message)}")
         if not isinstance(message.get("role"), str):
-            raise RequestError(f"{path}.role", f"must be a string, not {_shown(message.get('role'))}")
+            raise RequestError(f"{path}.role", f"must be a string, not {shown(message.get('role'))}")
         one = dict(message)
         one["content"] = _text(message.get("content"), f"{path}.content")
         reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -265,7 +246,7 @@ def read_messages(messages: Any, fmt: Format, tools: Mapping[str, Tool], spellin
         if message["role"] == "assistant" and message.get("tool_calls"):
             calls = message["tool_calls"]
             if not isinstance(calls, list):
-                raise RequestError(f"{path}.tool_calls", f"must be an array, not {_shown(calls)}")
+                raise RequestError(f"{path}.tool_calls", f"must be an array, not {shown(calls)}")
             seen: set[str] = set()
             one["tool_calls"] = []
             for number, call in enumerate(calls):
@@ -285,7 +266,7 @@ def read_messages(messages: Any, fmt: Format, tools: Mapping[str, Tool], spellin
         if message["role"] == "tool":
             answered = message.get("tool_call_id")
             if not isinstance(answered, str) or answered not in ids:
-                fault = "is missing" if answered is None else f"no call {_shown(answered)} precedes"
+                fault = "is missing" if answered is None else f"no call {shown(answered)} precedes"
                 raise RequestError(f"{path}.tool_call_id", fault)
             one["tool_call_id"] = ids[answered]
         found.append(one)
@@ -299,7 +280,7 @@ def _text(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestError(path, f"must be a string or an array of parts, not {_shown(content)}")
+        raise RequestError(path, f"must be a string or an array of parts, not {shown(content)}")
     parts = []
     for index, part in enumerate(content):
         if isinstance(part, str):
@@ -307,29 +288,29 @@ def _text(content: Any, path: str) -> str:
             continue
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise RequestError(f"{path}[{index}].type", f"must be text, not {_shown(kind)}: only text is served")
+            raise RequestError(f"{path}[{index}].type", f"must be text, not {shown(kind)}: only text is served")
         text = part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
-            raise RequestError(f"{path}[{index}].text", f"must be a string, not {_shown(text)}")
+            raise RequestError(f"{path}[{index}].text", f"must be a string, not {shown(text)}")
         parts.append(text)
     return "\n".join(parts)
 
 
 def _call(call: Any, path: str, fmt: Format, tools: Mapping[str, Tool], spellings: Spellings | None) -> dict[str, Any]:
     if not isinstance(call, Mapping):
-        raise RequestError(path, f"must be an object, not {_shown(call)}")
+        raise RequestError(path, f"must be an object, not {shown(call)}")
     function = call.get("function")
     if not isinstance(function, Mapping):
-        raise RequestError(f"{path}.function", f"must be an object, not {_shown(function)}")
+        raise RequestError(f"{path}.function", f"must be an object, not {shown(function)}")
     for place, value in ((f"{path}.id", call.get("id")), (f"{path}.function.name", function.get("name"))):
         if not isinstance(value, str) or not value:
-            raise RequestError(place, "is missing" if value is None else f"must be a string, not {_shown(value)}")
+            raise RequestError(place, "is missing" if value is None else f"must be a string, not {shown(value)}")
     place = f"{path}.function.arguments"
     text = function.get("arguments")
     if isinstance(text, Mapping):
         text = json.dumps(text, ensure_ascii=False)
     if not isinstance(text, str):
-        raise RequestError(place, "is missing" if text is None else f"must be a string, not {_shown(text)}")
+        raise RequestError(place, "is missing" if text is None else f"must be a string, not {shown(text)}")
     arguments = read_arguments(text, place)
     if spellings is not None:
         arguments = read_arguments(spellings.get(function["name"], str(arguments)), place)

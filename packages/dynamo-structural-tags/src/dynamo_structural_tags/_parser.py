@@ -9,7 +9,6 @@ once: what is held back is a suffix that may begin a marker, or a value that may
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Collection
 from functools import lru_cache
@@ -18,6 +17,7 @@ from typing import Any
 from ._errors import CallError, CallErrorKind
 from ._events import Arguments, CallBegin, CallEnd, CallFailed, Content, Event, Reasoning
 from ._format import Format, ReasoningMode
+from ._json import FINITE, shown
 from ._reading import ANYTHING, MAX_SCALAR, ToolReading, tool_reading
 from ._request import ToolPolicy
 
@@ -51,51 +51,17 @@ _AT_ONCE = 64
 _quoted = json.JSONEncoder(ensure_ascii=False).encode
 
 
-class _DuplicateKeyError(ValueError):
-    """An object has a key twice."""
-
-
-def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _DuplicateKeyError(f"the key {_shown(key)} stands twice in one object")
-            seen.add(key)
-    return found
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{_shown(text)} is too large for a number")
-    return value
-
-
-def _constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
-
-
-_decoder = json.JSONDecoder(object_pairs_hook=_pairs, parse_float=_finite, parse_constant=_constant)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _load(text: str) -> tuple[Any, str]:
     """Return a JSON text's value and "", or None and what is wrong with it."""
     try:
-        value = _decoder.decode(text)
+        value = FINITE.decode(text)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
         return value, ""
     except UnicodeEncodeError:
-        return None, f"{_shown(text)} holds half of a surrogate pair"
+        return None, f"{shown(text)} holds half of a surrogate pair"
     except json.JSONDecodeError as error:
-        return None, f"{_shown(text)} is no JSON: {error.msg} at character {error.pos}"
+        return None, f"{shown(text)} is no JSON: {error.msg} at character {error.pos}"
     except ValueError as error:
         return None, str(error)
     except RecursionError:
@@ -430,12 +396,12 @@ class Parser:
         self._name = name
         tool = policy.tool(name)
         if policy.choice == "none":
-            self._fail("unexpected_call", f"a call of {_shown(name)}, and tool_choice is none")
+            self._fail("unexpected_call", f"a call of {shown(name)}, and tool_choice is none")
         elif tool is None:
             declared = ", ".join(entry.name for entry in policy.tools[:8]) + (", ..." if len(policy.tools) > 8 else "")
-            self._fail("undeclared_tool", f"no tool {_shown(name)} may be called here; callable: {declared}")
+            self._fail("undeclared_tool", f"no tool {shown(name)} may be called here; callable: {declared}")
         elif self._index and not policy.parallel:
-            self._fail("unexpected_call", f"another call, of {_shown(name)}, and parallel_tool_calls is false")
+            self._fail("unexpected_call", f"another call, of {shown(name)}, and parallel_tool_calls is false")
         if tool is not None:
             self._called = self._tools.get(name)
             if self._called is None:
@@ -671,10 +637,10 @@ class Parser:
         if layout.numbered:
             numbered = _NUMBERED.fullmatch(name)
             if numbered is None:
-                return self._broken(f"{_shown(name)} is no NAME:N with N a number")
+                return self._broken(f"{shown(name)} is no NAME:N with N a number")
             name, number = numbered.groups()
         if _NAME.fullmatch(name) is None:
-            return self._broken(f"{_shown(name)} is no tool's name")
+            return self._broken(f"{shown(name)} is no tool's name")
         if layout.numbered:
             self._call_id = self._identifier(name, int(number))
         self._call(name)
@@ -728,7 +694,7 @@ class Parser:
         if text is None:
             return False
         if text not in ("true", "false"):
-            return self._broken(f'string must be "true" or "false", not {_shown(text)}')
+            return self._broken(f'string must be "true" or "false", not {shown(text)}')
         self._string = text
         return self._expect((">",), Parser._value)
 
@@ -774,7 +740,7 @@ class Parser:
         buf, pos = self._buf, self._pos
         if len(buf) - pos >= _AT_ONCE and buf.find(self._closer, pos) >= 0:
             try:
-                value, end = _decoder.raw_decode(buf, pos)
+                value, end = FINITE.raw_decode(buf, pos)
             except (ValueError, RecursionError):
                 return True
             if buf.startswith(self._closer, end) and not _SURROGATE.search(buf, pos, end):
@@ -878,7 +844,7 @@ class Parser:
         self._step = Parser._in_object
         if len(buf) - start >= _AT_ONCE:
             try:
-                self._values, end = _decoder.raw_decode(buf, start)
+                self._values, end = FINITE.raw_decode(buf, start)
             except (ValueError, RecursionError):
                 return True
             if _SURROGATE.search(buf, start, end):

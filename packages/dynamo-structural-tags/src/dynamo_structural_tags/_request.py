@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ._errors import RequestError
+from ._json import shown
 
 __all__ = ["Choice", "Tool", "ToolPolicy", "read_request"]
 
@@ -56,20 +57,15 @@ class ToolPolicy:
 
 def _of(value: Any, kind: type | tuple[type, ...], path: str, what: str) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise RequestError(path, f"must be {what}, not {_shown(value)}")
+        raise RequestError(path, f"must be {what}, not {shown(value)}")
     return value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _tool(entry: Any, path: str) -> Tool:
     _of(entry, Mapping, path, "an object")
     kind = entry.get("type", "function")
     if kind != "function":
-        raise RequestError(f"{path}.type", f"must be 'function', not {_shown(kind)}: only function tools are served")
+        raise RequestError(f"{path}.type", f"must be 'function', not {shown(kind)}: only function tools are served")
     if "function" not in entry:
         raise RequestError(f"{path}.function", "is missing")
     path = f"{path}.function"
@@ -78,7 +74,7 @@ def _tool(entry: Any, path: str) -> Tool:
         raise RequestError(f"{path}.name", "is missing")
     name = _of(function["name"], str, f"{path}.name", "a string")
     if not _NAME.fullmatch(name):
-        raise RequestError(f"{path}.name", f"must be 1 to 128 of A-Z a-z 0-9 _ . -, not {_shown(name)}")
+        raise RequestError(f"{path}.name", f"must be 1 to 128 of A-Z a-z 0-9 _ . -, not {shown(name)}")
     description = function.get("description")
     if description is not None:
         _of(description, str, f"{path}.description", "a string")
@@ -97,7 +93,7 @@ def _referenced(entry: Any, path: str, declared: Mapping[str, Tool]) -> Tool:
     """Return the tool that `{"type": "function", "function": {"name": ...}}` or its flat form names."""
     _of(entry, Mapping, path, "an object")
     if entry.get("type", "function") != "function":
-        raise RequestError(f"{path}.type", f"must be 'function', not {_shown(entry.get('type'))}")
+        raise RequestError(f"{path}.type", f"must be 'function', not {shown(entry.get('type'))}")
     place = f"{path}.function" if "function" in entry else path
     function = _of(entry.get("function", entry), Mapping, place, "an object")
     if "name" not in function:
@@ -105,7 +101,7 @@ def _referenced(entry: Any, path: str, declared: Mapping[str, Tool]) -> Tool:
     name = _of(function["name"], str, f"{place}.name", "a string")
     if name not in declared:
         known = ", ".join(sorted(declared)) or "none"
-        raise RequestError(f"{place}.name", f"no tool {_shown(name)} is declared; declared: {known}")
+        raise RequestError(f"{place}.name", f"no tool {shown(name)} is declared; declared: {known}")
     return declared[name]
 
 
@@ -121,13 +117,13 @@ def _content_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | bool | None:
     if kind == "json_object":
         return {"type": "object"}
     if kind != "json_schema":
-        raise RequestError(f"{path}.type", f"must be text, json_object or json_schema beside tools, not {_shown(kind)}")
+        raise RequestError(f"{path}.type", f"must be text, json_object or json_schema beside tools, not {shown(kind)}")
     inner = _of(response_format.get("json_schema"), Mapping, f"{path}.json_schema", "an object")
     schema = inner.get("schema")
     if schema is None:
         raise RequestError(f"{path}.json_schema.schema", "is missing")
     if not isinstance(schema, (Mapping, bool)):
-        raise RequestError(f"{path}.json_schema.schema", f"must be a JSON Schema, not {_shown(schema)}")
+        raise RequestError(f"{path}.json_schema.schema", f"must be a JSON Schema, not {shown(schema)}")
     return schema
 
 
@@ -146,11 +142,11 @@ def read_request(body: Mapping[str, Any]) -> ToolPolicy | None:
     if parallel is not None:
         _of(parallel, bool, "parallel_tool_calls", "true or false")
     if entries is not None and (isinstance(entries, (str, bytes)) or not isinstance(entries, Sequence)):
-        raise RequestError("tools", f"must be an array, not {_shown(entries)}")
+        raise RequestError("tools", f"must be an array, not {shown(entries)}")
     if not entries:
         if choice in (None, "none", "auto"):
             return None
-        raise RequestError("tool_choice", f"is {_shown(choice)}, but the request declares no tools")
+        raise RequestError("tool_choice", f"is {shown(choice)}, but the request declares no tools")
     if len(entries) > MAX_TOOLS:
         raise RequestError("tools", f"at most {MAX_TOOLS} tools, not {len(entries)}")
     declared: dict[str, Tool] = {}
@@ -168,13 +164,13 @@ def read_request(body: Mapping[str, Any]) -> ToolPolicy | None:
     elif choice == "none":
         return ToolPolicy((), "none", parallel is not False, _content_schema(body))
     elif not isinstance(choice, Mapping):
-        raise RequestError("tool_choice", f"must be auto, required, none or an object, not {_shown(choice)}")
+        raise RequestError("tool_choice", f"must be auto, required, none or an object, not {shown(choice)}")
     elif choice.get("type") == "allowed_tools":
         place = "tool_choice.allowed_tools" if "allowed_tools" in choice else "tool_choice"
         allowed = _of(choice.get("allowed_tools", choice), Mapping, place, "an object")
         mode = allowed.get("mode", "auto")
         if mode not in ("auto", "required"):
-            raise RequestError(f"{place}.mode", f"must be auto or required, not {_shown(mode)}")
+            raise RequestError(f"{place}.mode", f"must be auto or required, not {shown(mode)}")
         listed = _of(allowed.get("tools"), list, f"{place}.tools", "an array")
         chosen = [_referenced(entry, f"{place}.tools[{i}]", declared) for i, entry in enumerate(listed)]
         if not chosen:

@@ -34,6 +34,7 @@ from ._grammar import (
     literal,
     pattern_rule,
 )
+from ._json import shown
 from ._regex import TooCostlyError, bounded, compiled, repeats_a_group, search
 
 __all__ = [
@@ -928,13 +929,8 @@ def check_schema(node: Any, path: str) -> None:
     _Check(node).document_at(path)
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _refuse(path: str, what: str, value: Any) -> RequestError:
-    return RequestError(path, f"must be {what}, not {_shown(value)}")
+    return RequestError(path, f"must be {what}, not {shown(value)}")
 
 
 class _Check:
@@ -1038,7 +1034,7 @@ class _Check:
             raise RequestError(path, f"has {len(value)} properties, more than {MAX_PROPERTIES}")
         for key in value:
             if len(key) > MAX_KEY:
-                raise RequestError(path, f"the property {_shown(key)} has more than {MAX_KEY} characters")
+                raise RequestError(path, f"the property {shown(key)} has more than {MAX_KEY} characters")
 
     def patterns(self, value: Any, path: str, depth: int) -> None:
         self.named(value, path, depth)
@@ -1065,7 +1061,7 @@ class _Check:
         for index, key in enumerate(value):
             _text(key, f"{path}[{index}]")
             if len(key) > MAX_KEY:
-                raise RequestError(f"{path}[{index}]", f"{_shown(key)} has more than {MAX_KEY} characters")
+                raise RequestError(f"{path}[{index}]", f"{shown(key)} has more than {MAX_KEY} characters")
 
     def types(self, value: Any, path: str, depth: int) -> None:
         names = value if isinstance(value, list) else [value]
@@ -1123,26 +1119,26 @@ class _Check:
         try:
             compiled(value)
             if not bounded(value):
-                raise RequestError(path, f"{_shown(value)} repeats a group beside flags or back references: unbounded")
+                raise RequestError(path, f"{shown(value)} repeats a group beside flags or back references: unbounded")
         except (re.error, RecursionError, OverflowError) as error:
-            raise RequestError(path, f"{_shown(value)} is no regular expression: {error}") from None
+            raise RequestError(path, f"{shown(value)} is no regular expression: {error}") from None
 
     def reference(self, value: Any, path: str, depth: int) -> None:
         self.string(value, path, depth)
         if not value.startswith("#"):
-            raise RequestError(path, f"{_shown(value)} points outside the schema: only `#...` is followed")
+            raise RequestError(path, f"{shown(value)} points outside the schema: only `#...` is followed")
         try:
             target = self.document.target(value)
         except (KeyError, StopIteration):
-            raise RequestError(path, f"{_shown(value)} points at nothing in the schema") from None
+            raise RequestError(path, f"{shown(value)} points at nothing in the schema") from None
         if not isinstance(target, (Mapping, bool)):
-            raise RequestError(path, f"{_shown(value)} points at {_shown(target)}, which is no schema")
+            raise RequestError(path, f"{shown(value)} points at {shown(target)}, which is no schema")
         self._targets.append((target, path))
 
     def identifier(self, value: Any, path: str, depth: int) -> None:
         self.string(value, path, depth)
         if depth and not value.startswith("#"):
-            raise RequestError(path, f"{_shown(value)}: a schema inside a schema cannot have an address of its own")
+            raise RequestError(path, f"{shown(value)}: a schema inside a schema cannot have an address of its own")
 
     def dynamic(self, value: Any, path: str, depth: int) -> None:
         raise RequestError(path, "dynamic references are not supported; use $ref")
@@ -1214,8 +1210,8 @@ def _contradictions(node: Mapping[str, Any], path: str) -> None:
     if not _BOUNDS.isdisjoint(node):
         types = _types(node)
         if "integer" in types and _number_rule((node,), "fraction" not in types) is None and len(types) <= 2:
-            shown = ", ".join(f"{key} {node[key]}" for key in node if key in _BOUNDS)
-            raise RequestError(path, f"no {'number' if 'fraction' in types else 'integer'} is within {shown}")
+            named = ", ".join(f"{key} {node[key]}" for key in node if key in _BOUNDS)
+            raise RequestError(path, f"no {'number' if 'fraction' in types else 'integer'} is within {named}")
     if "required" in node and node.get("additionalProperties") is False and "patternProperties" not in node:
         known = node.get("properties", {})
         for index, key in enumerate(node["required"]):
@@ -1232,8 +1228,8 @@ def _contradictions(node: Mapping[str, Any], path: str) -> None:
                 values = node["enum"] if keyword == "enum" else [node["const"]]
                 null = node.get("nullable") is True
                 if not null and not any(_type(one) & types for one in values):
-                    shown = f"{node['type']}: {_shown(node[keyword])}"
-                    raise RequestError(_step(path, keyword), f"no value is of type {shown}")
+                    named = f"{node['type']}: {shown(node[keyword])}"
+                    raise RequestError(_step(path, keyword), f"no value is of type {named}")
 
 
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
