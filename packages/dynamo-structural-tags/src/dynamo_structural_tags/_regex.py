@@ -385,10 +385,6 @@ def size(node: Node) -> int:
     return 1
 
 
-def _code(code: int) -> str:
-    return chr(code) if chr(code).isascii() and chr(code).isalnum() else f"\\u{{{code:x}}}"
-
-
 def raw_text(node: Node, chars: Callable[[Ranges], str]) -> str:
     """Return the node as a regular expression of the plainest kind; `chars` writes one character's."""
     if isinstance(node, Chars):
