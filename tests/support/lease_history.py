@@ -233,7 +233,9 @@ class _Checker:
         last = self._records.get((pool, block))
         where = f"{pool}: block {block}"
         if record.extended:
-            if not extended or record != last:
+            if last is None and not self._births:  # it was granted before the history began
+                self._records[pool, block] = record
+            elif not extended or record != last:
                 self.faults.append(f"{where} was extended to {expires} instead of {last}: {line}")
             return
         self._records[pool, block] = record

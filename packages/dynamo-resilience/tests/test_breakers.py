@@ -91,7 +91,7 @@ class Lab:
     def __init__(self, replicas: int = 1, policy: BreakerPolicy | None = POLICY) -> None:
         self.clock = Clock()
         self.store = WatchedStore(self.clock)
-        self.all = [Breakers(self.store, policy, f"r{i}", self.clock) for i in range(replicas)]
+        self.all = [Breakers(self.store, policy, self.clock) for _ in range(replicas)]
 
     async def __aenter__(self) -> Lab:
         for one in self.all:
@@ -318,7 +318,7 @@ async def test_a_closed_replica_is_not_called_back() -> None:
 async def fleet(urls: Sequence[str], policy: BreakerPolicy) -> AsyncIterator[list[Breakers]]:
     """One replica for each URL, each with its own connections."""
     stores = [open_store(StoreSettings(url=url, timeout_s=1.0), time.monotonic) for url in urls]
-    replicas = [Breakers(store, policy, f"r{i}", time.monotonic) for i, store in enumerate(stores)]
+    replicas = [Breakers(store, policy, time.monotonic) for store in stores]
     try:
         for store, one in zip(stores, replicas, strict=True):
             await store.start()

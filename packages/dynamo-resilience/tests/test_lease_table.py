@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -141,10 +142,13 @@ def test_the_head_that_waited_longest_is_served_in_full_before_others_grow() -> 
 def test_a_lease_ends_with_its_ttl_and_can_be_renewed_until_somebody_has_taken_it() -> None:
     table = LeaseTable()
     first, _ = table.lease(0, ask("a", "r1", 2))
+    for now in (TTL // 2, TTL, TTL + 500):
+        table.lease(now, ask("b", "r3"))
     again, _ = table.lease(TTL + 500, ask("a", "r1", 2, keep=first.held))
     assert again.held == first.held
-    second, _ = table.lease(2 * TTL + 499, ask("a", "r2", 1))
-    assert second.held == ()
+    for now in (2 * TTL, 2 * TTL + 499):
+        second, _ = table.lease(now, ask("a", "r2", 1))
+        assert second.held == ()
     second, _ = table.lease(2 * TTL + 500, ask("a", "r2", 1))
     assert numbers(second) == [0]
     again, _ = table.lease(2 * TTL + 501, ask("a", "r1", 2, keep=first.held))
@@ -191,6 +195,7 @@ def test_a_new_epoch_gives_back_what_was_held_and_nothing_else_for_a_ttl() -> No
 def test_in_a_new_epoch_nobody_claims_what_another_may_have_had_since() -> None:
     table = LeaseTable()
     slept, _ = table.lease(0, ask("a", "r1", 2))
+    table.lease(TTL // 2, ask("b", "r3"))
     taken, _ = table.lease(TTL, ask("a", "r2", 2))
     assert numbers(taken) == [0, 1]
     table.new_epoch(TTL + 1)
@@ -213,6 +218,59 @@ def test_after_a_change_of_ranges_a_block_outside_is_recalled_and_not_reclaimed(
     assert numbers(reply) == [2, 3]
 
 
+def test_a_clock_set_forward_ends_no_lease_that_is_renewed_in_its_time() -> None:
+    table = LeaseTable()
+    first, _ = table.lease(0, ask("a", "r1", 1))
+    table.lease(300, ask("b", "r3", 1))
+    now = 301 + 20_000
+    second, _ = table.lease(now, ask("a", "r2", 2))
+    assert numbers(second) == [1]
+    again, _ = table.lease(now + TTL - 1, ask("a", "r1", 1, keep=first.held))
+    assert again.held == first.held
+
+
+@pytest.mark.parametrize("poll", [40, 320])
+def test_no_step_of_the_clock_of_whatever_size_ends_a_lease_that_is_renewed_in_its_time(poll: int) -> None:
+    for step in (*range(50, 2 * TTL, 50), 24 * 3_600_000):
+        for when in range(0, 320, 40):
+            table = LeaseTable()
+            table.lease(0, ask("b", "r1", 3))
+            events = [(when + i * poll, "r2") for i in range(1000 // poll)] + [
+                (renewal, "r1") for renewal in (320, 640)
+            ]
+            for now, holder in sorted(events):
+                reply, _ = table.lease(now + (step if now >= when else 0), ask("b", holder, 3 if holder == "r1" else 1))
+                assert len(reply.held) == (3 if holder == "r1" else 0), (step, when, now)
+
+
+@pytest.mark.parametrize(("gap", "free"), [(TTL // 2, 300 + TTL), (TTL // 2 + 1, 301 + TTL // 2 + TTL)])
+def test_a_gap_of_more_than_half_a_ttl_extends_what_was_live_before(gap: int, free: int) -> None:
+    table = LeaseTable()
+    table.lease(300, ask("b", "r1", 3))
+    asked = 300 + gap
+    for now in (*range(asked, free, 300), free - 1):
+        assert table.lease(now, ask("b", "r2", 1))[0].held == ()
+    assert numbers(table.lease(free, ask("b", "r2", 1))[0]) == [2]
+
+
+def test_a_dead_replicas_lease_is_extended_only_once_however_seldom_others_ask() -> None:
+    table = LeaseTable()
+    table.lease(0, ask("b", "r1", 3))
+    second, _ = table.lease(600, ask("b", "r2", 1))
+    third, _ = table.lease(1200, ask("b", "r2", 1))
+    fourth, _ = table.lease(1800, ask("b", "r2", 1))
+    assert [len(one.held) for one in (second, third, fourth)] == [0, 0, 1]
+
+
+def test_what_had_ended_before_the_gap_is_not_extended() -> None:
+    table = LeaseTable()
+    table.lease(0, ask("a", "r1", 2))
+    for now in (400, 800, 1100):
+        table.lease(now, ask("b", "r2", 1))
+    heir, _ = table.lease(20_000, ask("a", "r3", 2))
+    assert numbers(heir) == [0, 1]
+
+
 # As a state machine.
 
 
@@ -232,11 +290,12 @@ class Replica:
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Replicas that come, grow, shrink, pause and die, over changes of epoch."""
+    """Replicas that come, grow, shrink, pause and die, over changes of epoch and of the store's clock."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
+        self.ahead = 0  # the store's clock
         self.table = LeaseTable()
         self.tokens: list[tuple[int, int]] = [(0, 0)]
         self.replicas = [Replica(account, holder) for account in RANGES for holder in ("r1", "r2", "r3")]
@@ -249,6 +308,13 @@ class LeaseMachine(RuleBasedStateMachine):
             self.table.new_epoch(self.now)
             self.born = self.now
 
+    def pass_time(self, ms: int) -> None:
+        """Let time pass, in which somebody asks something."""
+        until = self.now + ms
+        while self.now < until:
+            self.now = min(until, self.now + TTL // 2)
+            self.table.lease(self.now + self.ahead, ask("serverless", "idle"))
+
     def operate(self, replica: Replica, release: int = 0) -> LeaseReply:
         known = replica.reply or LeaseReply((), 0, 0, 0, ())
         # Recalled ones are given back first, then the highest.
@@ -256,7 +322,7 @@ class LeaseMachine(RuleBasedStateMachine):
         release = min(release, max(0, len(held) - replica.busy))
         before = {(one.block, one.token) for other in self.replicas if other.reply for one in other.reply.held}
         reply, _ = self.table.lease(
-            self.now,
+            self.now + self.ahead,
             ask(
                 replica.account,
                 replica.holder,
@@ -271,7 +337,7 @@ class LeaseMachine(RuleBasedStateMachine):
         if new:
             assert new[0] > self.tokens[-1], "a token did not rise"
             self.tokens.append(new[-1])
-        if self.now - self.born < TTL:
+        if self.now + self.ahead - self.born < TTL:
             claimed = {one.block for one in held[release:]}
             assert all(one.block in claimed for one in reply.held), "a grant in the grace"
         replica.reply, replica.until = reply, self.now + TTL
@@ -306,10 +372,19 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule()
     def restart_store(self) -> None:
         self.now += 1
-        self.table.new_epoch(self.now)
-        self.born = self.now
+        self.born = self.now + self.ahead
+        self.table.new_epoch(self.born)
 
-    @precondition(lambda self: self.now - self.born > 2 * TTL)
+    @rule(ms=st.sampled_from([TTL // 2 + 1, TTL, 20 * TTL]))
+    def set_the_stores_clock_forward(self, ms: int) -> None:
+        for replica in self.replicas:
+            if replica.dead:  # it may have been extended before; only a renewal makes it outlast the next step
+                replica.until = min(replica.until, self.now)
+            elif replica.blocks(self.now):
+                self.operate(replica)
+        self.ahead += ms
+
+    @precondition(lambda self: self.now + self.ahead - self.born > 2 * TTL)
     @rule(account=st.sampled_from(["a", "b"]))
     def a_reserved_account_gets_its_range_within_one_exchange(self, account: str) -> None:
         first, last = RANGES[account]
@@ -317,7 +392,7 @@ class LeaseMachine(RuleBasedStateMachine):
             for replica in self.replicas:
                 if not replica.dead:
                     self.operate(replica)
-            self.now += TTL * 2 // 3
+            self.pass_time(TTL * 2 // 3)
         for replica in self.replicas:
             replica.busy = 0
             if replica.account == account and not replica.dead:
@@ -335,7 +410,7 @@ class LeaseMachine(RuleBasedStateMachine):
         assert numbers(reply) == list(range(first, last))
         mine.busy = len(reply.held)
 
-    @precondition(lambda self: self.now - self.born > 2 * TTL)
+    @precondition(lambda self: self.now + self.ahead - self.born > 2 * TTL)
     @rule(account=st.sampled_from(list(RANGES)), heads=st.lists(st.integers(1, 9), min_size=3, max_size=3))
     def every_head_is_served_when_others_release(self, account: str, heads: list[int]) -> None:
         first, last = RANGES[account]
@@ -344,7 +419,7 @@ class LeaseMachine(RuleBasedStateMachine):
             if replica.account != account and not replica.dead:
                 replica.want = replica.head = replica.busy = 0
                 self.operate(replica, 9)
-        self.now += TTL + 1
+        self.pass_time(TTL + 1)
         waiting = [one for one in self.replicas if one.account == account and not one.dead]
         for replica, head in zip(waiting, heads, strict=True):
             replica.want, replica.head, replica.busy = 9, min(head, room), 0
@@ -432,7 +507,7 @@ _STEP = st.builds(
     keep=st.integers(0, 2**9 - 1),
     release=st.integers(0, 2**9 - 1),
     forget=st.booleans(),
-    later=st.sampled_from([0, 1, 1, 10, 300, 1000, 1200, 5000]),
+    later=st.sampled_from([0, 1, 1, 10, 300, 500, 501, 1000, 1200, 20_000]),
     epoch=st.sampled_from([False] * 12 + [True]),
     ttl_ms=st.sampled_from([TTL, TTL, 300]),
     lapsed=st.sampled_from([False, False, True]),
@@ -542,10 +617,11 @@ redis.call('HSET', KEYS[1] .. 'lease:' .. ARGV[2] .. ':site/model', unpack(ARGV,
 @pytest.mark.parametrize(
     ("record", "complaint"),
     [
-        (("r2|a|{epoch}.9000|{taken}",), "went to r2|a"),
-        (("r2|a|{epoch}.3|{ended}",), "has the token"),
-        (("r1|a|{epoch}.9000|{ended}",), "by an operation of r2|a"),
-        (("r2|a|7.9000|{ended}",), "in epoch"),
+        (("r2|a|{epoch}.9000|{taken}|0",), "went to r2|a"),
+        (("r2|a|{epoch}.3|{ended}|0",), "has the token"),
+        (("r1|a|{epoch}.9000|{ended}|0",), "by an operation of r2|a"),
+        (("r2|a|7.9000|{ended}|0",), "in epoch"),
+        (("r1|a|{epoch}.2002|{ended}|1",), "was extended to"),
     ],
 )
 def test_the_checker_finds_planted_grants(server: StoreServer, record: tuple[str], complaint: str) -> None:
@@ -573,7 +649,7 @@ def test_the_checker_finds_planted_grants(server: StoreServer, record: tuple[str
 def test_the_checker_finds_a_grant_in_a_young_epoch_and_over_the_change_of_epoch(server: StoreServer) -> None:
     later = _EPOCH + 2 * TTL
     born = later + 10
-    value = f"r2|a|{born}.9000|{born + 5 + TTL}"
+    value = f"r2|a|{born}.9000|{born + 5 + TTL}|0"
     steps = [(_EPOCH, later, ask("a", "r1", 1)), (born, born, ask("a", "r2", 1))]
     plant = (
         "EVAL",
@@ -589,6 +665,30 @@ def test_the_checker_finds_a_grant_in_a_young_epoch_and_over_the_change_of_epoch
     assert len(faults) == 2, faults
     assert "went to r2|a" in faults[0]
     assert "in an epoch that was 5 ms old" in faults[1]
+
+
+def test_the_checker_knows_what_a_gap_extends(server: StoreServer) -> None:
+    later, stepped = _EPOCH + 2 * TTL, _EPOCH + 22 * TTL
+    steps = [
+        (_EPOCH, later, ask("a", "r1", 1)),
+        (_EPOCH, stepped, ask("a", "r2", 2)),
+        (_EPOCH, stepped + TTL // 2, ask("a", "r2", 2)),
+        (_EPOCH, stepped + TTL, ask("a", "r2", 2)),
+    ]
+    lines = _history(server, steps)
+    assert check(lines) == []
+    # Without the extension in what the store wrote.
+    silent = [re.sub(r' "b:0" "r1\|[^"]*\|1"', "", line) for line in lines]
+    assert silent != lines
+    faults = check(silent)
+    assert len(faults) == 1, faults
+    assert "block 0 was live before a gap, and not extended" in faults[0]
+    # A grant on top of it.
+    plant = msgspec.json.encode({"lease": ask("a", "r2", 1)})
+    value = f"r2|a|{_EPOCH}.9000|{stepped + 2 * TTL - 1}|0"
+    taken = _history(server, steps[:2], ("EVAL", _PLANT, 1, "{dynamo-gateway}:", plant, _EPOCH, "b:0", value))
+    assert check(taken) == [fault for fault in check(taken) if "block 0 went to r2|a 1 ms before r1|a" in fault]
+    assert len(check(taken)) == 1
 
 
 def test_the_checker_finds_a_block_that_somebody_else_freed(server: StoreServer) -> None:

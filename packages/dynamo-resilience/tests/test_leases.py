@@ -418,6 +418,36 @@ def test_many_replicas_that_come_and_go_never_hold_a_block_twice(server: StoreSe
     assert check(recorder.lines) == []
 
 
+def test_a_stores_clock_that_is_set_forward_ends_no_lease(server: StoreServer) -> None:
+    async def work() -> None:
+        async with store_of(server) as store:
+            leases = [lease_of(store, f"r{i}") for i in range(4)]
+            for lease in leases:
+                await lease.start()
+                lease.want(2)
+            await until(functools.partial(hold, leases, 8))
+            held = [lease.blocks(now()) for lease in leases]
+            hungry = lease_of(store, "hungry")
+            await hungry.start()
+            hungry.want(8)
+            await until(lambda: hungry.stats.operations > 0)
+            with server.client() as client:
+                client.hset("{dynamo-gateway}:epoch", "ahead_ms", 20_000)
+            after = [lease.stats.operations + 3 for lease in (*leases, hungry)]
+            await until(
+                lambda: all(lease.stats.operations >= n for lease, n in zip((*leases, hungry), after, strict=True))
+            )
+            assert [lease.blocks(now()) for lease in leases] == held
+            assert [lease.stats.lost for lease in leases] == [0, 0, 0, 0]
+            assert hungry.held(now()) == 0
+            for lease in (*leases, hungry):
+                await lease.close()
+
+    with Recorder(server) as recorder:
+        run(work())
+    assert check(recorder.lines) == []
+
+
 #: A replica: `python -c ... URL HOLDER TTL`. It says what it holds when that changes, and what it sees right after a
 #: gap in its own time.
 _REPLICA = """

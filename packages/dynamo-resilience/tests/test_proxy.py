@@ -22,9 +22,9 @@ from dynamo_resilience._config import Config
 from dynamo_resilience._errors import ConfigError, Rejected
 from dynamo_resilience._proxy import Finished, Proxy
 from dynamo_resilience._runtime import Runtime, build
-from dynamo_resilience._sites import Frontend
 from dynamo_resilience._store import open_store
 from dynamo_resilience._units import Units
+from dynamo_resilience._upstream import Answer, Upstream
 from support.processes import free_port
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
@@ -139,7 +139,7 @@ class Gate:
         self.config = config
         self.clock = loop.time
         self.store = open_store(config.store, self.clock)
-        self.breakers = Breakers(self.store, config.breaker, "test", self.clock)
+        self.breakers = Breakers(self.store, config.breaker, self.clock)
         self.finished: list[Finished] = []
         self.runtime = self.build(config, None)
         self.proxy = Proxy(lambda: self.runtime, clock=self.clock, observe=self.finished.append)
@@ -375,17 +375,17 @@ async def test_fault_of_the_gateway_is_an_answer_and_costs_no_capacity() -> None
     async with frontends(fake), Gate(config(fake, model={"capacity": {"sequences": 1}, "blocks": 1})) as gate:
         (part,) = gate.runtime.routes["m"][0].parts
 
-        def broken(path: str) -> URL:
+        async def broken(*_: object) -> Answer:
             raise RuntimeError("a fault that nobody thought of")
 
-        good, Frontend.at = Frontend.at, lambda self, path: broken(path)  # type: ignore[method-assign]
+        good, Upstream.post = Upstream.post, broken  # type: ignore[assignment, method-assign]
         try:
             for path in (PATHS[0], "/v1/messages"):
                 answer = await gate.post(path)
                 assert answer.status == 500
                 assert "error" in await answer.json()
         finally:
-            Frontend.at = good  # type: ignore[method-assign]
+            Upstream.post = good  # type: ignore[method-assign]
         assert part.frontend.outstanding == 0
         assert (await gate.post()).status == 200
 

@@ -209,7 +209,7 @@ async def test_breakers_decide_who_may_be_chosen() -> None:
     now = [1000.0]
     policy = BreakerPolicy(min_requests=1, open_s=5.0, max_open_share=1.0)
     store = open_store(StoreSettings(), lambda: now[0])
-    breakers = Breakers(store, policy, "r", lambda: now[0])
+    breakers = Breakers(store, policy, lambda: now[0])
     workers = [Worker(number, Target("a", "m", f"worker={number}")) for number in (1, 2, 3)]
     breakers.members(workers[0].target.group, 3)
     await store.start()
@@ -251,7 +251,7 @@ async def test_reload_takes_over_what_stays() -> None:
     }
     clock = asyncio.get_running_loop().time
     store = open_store(StoreSettings(), clock)
-    breakers = Breakers(store, None, "r", clock)
+    breakers = Breakers(store, None, clock)
     first = _build(Config.model_validate({"sites": sites, "breaker": None}), None, breakers, store)
     assert [route.fleet.name for route in first.routes["m"]] == ["b", "a"]
     await first.start()

@@ -121,11 +121,10 @@ class Breakers:
     Args:
         store: where they are shared; its owner starts and closes it.
         policy: None switches breakers off: everything is closed.
-        replica: this process's name; nothing needs it here any more.
         clock: seconds, monotonic; also that of `started` in `record`.
     """
 
-    def __init__(self, store: Store, policy: BreakerPolicy | None, replica: str, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, policy: BreakerPolicy | None, clock: Callable[[], float]) -> None:
         self.stats = BreakerStats()
         self._store = store
         self._policy = policy

@@ -104,10 +104,10 @@ class LeaseTable:
         first_counter = pool.counter
         blocks, wants = pool.blocks, pool.wants
         if 2 * (now_ms - pool.last) > ttl:
-            for record in blocks.values():
-                if record.expires > pool.last and not record.extended:
-                    record.expires = now_ms + max(ttl, record.expires - pool.last)  # another TTL may be in use
-                    record.extended = True
+            for live in blocks.values():
+                if live.expires > pool.last and not live.extended:
+                    live.expires = now_ms + max(ttl, live.expires - pool.last)  # another TTL may be in use
+                    live.extended = True
         pool.last = now_ms
         for owner in [owner for owner, want in wants.items() if want.expires <= now_ms]:
             del wants[owner]

@@ -19,9 +19,8 @@ from typing import NamedTuple, NoReturn
 from urllib.parse import unquote
 
 import msgspec
-from aiohttp import ClientConnectorError, ClientError, ClientResponse, ConnectionTimeoutError, HttpVersion11, web
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict, CIMultiDictProxy
-from yarl import URL
 
 from ._admission import Ask, Permit
 from ._breakers import Outcome, Target
@@ -29,6 +28,7 @@ from ._errors import LeaseLost, Rejected
 from ._runtime import Runtime
 from ._sites import Part, Route, Worker, choose, soonest, take
 from ._units import Units
+from ._upstream import Answer, NotConnected
 from ._wire import APIS, OVERLOADED, Api, BadBody, Head, Scanner, usage_of, worker_of
 
 __all__ = ["Finished", "Proxy"]
@@ -599,7 +599,7 @@ class Proxy:
             low = name.lower()
             if low not in _NOT_SENT and not (tenants and low in _NOT_A_TENANTS):
                 if not value.isascii() and _SURROGATE.search(value):
-                    # It would not arrive as it is: aiohttp writes UTF-8.
+                    # It would not arrive as it is: heads are written in UTF-8.
                     raise _Refusal(400, f"The header {name[:80]!r} is not UTF-8", code="bad_header")
                 headers.add(name, value)
         for named in given.getall("connection", ()):
@@ -784,27 +784,19 @@ class Proxy:
         if worker is not None:
             headers[_WORKER] = worker.header
             worker.outstanding += 1
-        url = frontend.at(flight.api.path)
-        if flight.query:
-            url = URL(f"{url}?{flight.query}", encoded=True)
+        target = f"{flight.api.path}?{flight.query}" if flight.query else flight.api.path
         flight.attempts += 1
         frontend.outstanding += 1
         flight.sent_at = self._clock()
         flight.between_s = 0.0
         flight.within("first token", self._first_s(flight))
-        answer: ClientResponse | None = None
+        answer: Answer | None = None
         try:
-            answer = await runtime.session.post(
-                url,
-                data=flight.body if flight.body_bytes < _PIECES else io.BytesIO(flight.body),
-                headers=headers,
-                timeout=runtime.connecting,
-                allow_redirects=False,
-            )
+            answer = await frontend.connections.post(target, headers, flight.body, runtime.config.timeouts.connect_s)
             if answer.status == 200 and answer.headers.get("Content-Type", "").startswith("text/event-stream"):
                 return await self._stream(flight, route, part, worker, answer)
             data = await answer.read()
-        except (ClientError, OSError, asyncio.TimeoutError) as error:
+        except ConnectionError as error:
             self._broken(flight, route, part, worker, error)
         except asyncio.CancelledError:
             if not flight.interrupted():
@@ -836,7 +828,7 @@ class Proxy:
     def _broken(self, flight: _Flight, route: Route, part: Part, worker: Worker | None, error: Exception) -> NoReturn:
         """Deal with a connection that could not be made, or did not last."""
         site = route.fleet.name
-        connecting = isinstance(error, (ClientConnectorError, ConnectionTimeoutError))
+        connecting = isinstance(error, NotConnected)
         _log.debug("%s: %s: %s: %s", flight.request_id, part.frontend.url, type(error).__name__, error)
         if isinstance(error, OSError) and error.errno in _OURS:
             self._record(flight, route, part, worker, Outcome.IGNORED)
@@ -872,7 +864,7 @@ class Proxy:
         raise _Failed(_Refusal(504, message, code="first_token_timeout"))
 
     async def _plain(
-        self, flight: _Flight, route: Route, part: Part, worker: Worker | None, answer: ClientResponse, data: bytes
+        self, flight: _Flight, route: Route, part: Part, worker: Worker | None, answer: Answer, data: bytes
     ) -> web.Response:
         """Judge an answer that came whole, and send it on."""
         status, runtime = answer.status, flight.runtime
@@ -912,14 +904,14 @@ class Proxy:
         return response
 
     async def _stream(
-        self, flight: _Flight, route: Route, part: Part, worker: Worker | None, answer: ClientResponse
+        self, flight: _Flight, route: Route, part: Part, worker: Worker | None, answer: Answer
     ) -> web.StreamResponse:
         """Relay events as they come, one piece at a time."""
-        content, loop, permit, runtime = answer.content, flight.loop, flight.permit, flight.runtime
+        some, loop, permit, runtime = answer.some, flight.loop, flight.permit, flight.runtime
         scanner = flight.scanner = Scanner(flight.api)
         feed = scanner.feed
         ready = b""
-        while not ready and (piece := await content.readany()):
+        while not ready and (piece := await some()):
             ready = feed(piece)
         if not ready or scanner.failed >= 500:
             # Nothing has been sent on: as good as an answer with that status.
@@ -982,8 +974,8 @@ class Proxy:
                     # Its end may come too late for the breaker, which waits for it.
                     self._judge_probes(flight, outcome())
                 try:
-                    piece = await content.readany()
-                except (ClientError, OSError, asyncio.TimeoutError) as error:
+                    piece = await some()
+                except ConnectionError as error:
                     self._broken(flight, route, part, worker, error)
                 if not piece:
                     break
@@ -1015,7 +1007,7 @@ class Proxy:
         """Return the worker that an answer names, if discovery knows it."""
         return None if number is None else route.fleet.workers.get(number)
 
-    def _returned(self, flight: _Flight, answer: ClientResponse) -> CIMultiDict[str]:
+    def _returned(self, flight: _Flight, answer: Answer) -> CIMultiDict[str]:
         """Return the headers that the client gets."""
         headers: CIMultiDict[str] = CIMultiDict()
         for name, value in answer.headers.items():

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, hdrs
+from aiohttp import ClientSession, DummyCookieJar, TCPConnector
 
 from ._admission import Pool, reserved_ranges
 from ._breakers import Breakers, Target
@@ -64,8 +64,7 @@ class Runtime:
         tenants_by_key: SHA-256 of a key, in hexadecimal -> tenant; empty when everybody may call.
         estimates: model -> what its prompts cost.
         breakers: None where the configuration switches them off.
-        session: connections to frontends; there once it was started.
-        connecting: the time limit of a new connection.
+        session: asks frontends what they have; there once it was started.
         running: requests that use it now.
     """
 
@@ -84,7 +83,6 @@ class Runtime:
         self.pools = pools
         self.breakers = None if config.breaker is None else breakers
         self.running = 0
-        self.connecting = ClientTimeout(total=None, sock_connect=config.timeouts.connect_s)
         self.tenants_by_key = {key: name for name, one in config.tenants.items() for key in one.keys_sha256}
         routes: dict[str, list[Route]] = {}
         for name, fleet in sorted(sites.items(), key=lambda one: one[1].settings.prefer):
@@ -122,13 +120,7 @@ class Runtime:
         """Start what is new in it (connections, discovery, pools), and bring what it took over up to its settings."""
         previous, self._previous = self._previous, None
         if previous is None:
-            # Accept, User-Agent and the like are the client's; answers come as they are.
-            self.session = ClientSession(
-                connector=TCPConnector(limit=0),
-                auto_decompress=False,
-                cookie_jar=DummyCookieJar(),
-                skip_auto_headers=(hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE, hdrs.USER_AGENT),
-            )
+            self.session = ClientSession(connector=TCPConnector(limit=0), cookie_jar=DummyCookieJar())
         else:
             self.session = previous.session
         limit, ttl_s = self.config.limits.queued_requests, self.config.lease.ttl_s
@@ -159,6 +151,11 @@ class Runtime:
         kept = set(map(id, successor.pools.values())) if successor is not None else set()
         closing = [pool.close() for pool in self.pools.values() if id(pool) not in kept]
         await asyncio.gather(*closing)
+        frontends = {one for fleet in self.sites.values() for one in fleet.frontends}
+        if successor is not None:
+            frontends -= {one for fleet in successor.sites.values() for one in fleet.frontends}
+        for one in frontends:
+            one.connections.close()
         if successor is None:
             with contextlib.suppress(AttributeError):  # never started
                 await self.session.close()

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout
 from multidict import CIMultiDict
-from yarl import URL
 
 from ._admission import Pool
 from ._breakers import Breakers, Target
 from ._config import Model, Site
+from ._upstream import Upstream
 
 __all__ = ["Fleet", "Frontend", "Part", "Route", "Worker", "choose", "soonest", "take"]
 
@@ -88,9 +88,10 @@ class Frontend(_Busy):
         workers: the instances that it knows; kept when it does not answer.
         answered: whether its last answer to discovery came and nobody has been refused a connection since.
         error: why discovery was not answered, else "".
+        connections: for requests.
     """
 
-    __slots__ = ("_urls", "answered", "error", "models", "site", "url", "workers")
+    __slots__ = ("answered", "connections", "error", "models", "site", "url", "workers")
 
     def __init__(self, site: str, url: str) -> None:
         super().__init__()
@@ -100,14 +101,7 @@ class Frontend(_Busy):
         self.workers: frozenset[int] = frozenset()
         self.answered = False
         self.error = "not asked yet"
-        self._urls: dict[str, URL] = {}
-
-    def at(self, path: str) -> URL:
-        """Return the URL of a path, parsed once."""
-        found = self._urls.get(path)
-        if found is None:
-            found = self._urls[path] = URL(self.url.rstrip("/") + path)
-        return found
+        self.connections = Upstream(url)
 
     async def look(self, session: ClientSession, headers: CIMultiDict[str]) -> bool:
         """Ask for its models and instances; return whether anything is different now."""
@@ -130,7 +124,7 @@ class Frontend(_Busy):
 
     async def _get(self, session: ClientSession, path: str, headers: CIMultiDict[str]) -> Any:
         async with session.get(
-            self.at(path), headers=headers, timeout=ClientTimeout(total=_LOOK_S), allow_redirects=False
+            self.url.rstrip("/") + path, headers=headers, timeout=ClientTimeout(total=_LOOK_S), allow_redirects=False
         ) as answer:
             body = await answer.read()
             # Without a worker Dynamo's /health may say 503 with the same body.

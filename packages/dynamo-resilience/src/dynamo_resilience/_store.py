@@ -47,6 +47,7 @@ __all__ = [
     "Store",
     "StoreStatus",
     "open_store",
+    "uptime",
 ]
 
 _log = logging.getLogger(__name__)
@@ -250,7 +251,7 @@ def open_store(settings: StoreSettings, clock: Callable[[], float] | None = None
 
     Raises ConfigError for a URL that names none.
     """
-    clock = clock or _uptime
+    clock = clock or uptime
     url = settings.url
     scheme = url.partition(":")[0]
     if url == "memory:":
@@ -609,7 +610,8 @@ class _Message(msgspec.Struct):
     pool: str = ""
 
 
-def _uptime() -> float:
+def uptime() -> float:
+    """Return the seconds since the host started, those it was suspended for included: a replica's clock."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

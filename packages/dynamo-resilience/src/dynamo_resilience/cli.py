@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import resource
 import sys
@@ -41,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(uvloop.run(check(options.config)))
         else:
             _raise_open_files()
+            # Nearly everything a request makes is gone with its last reference. Looking for cycles at every 700 new
+            # objects, with thousands of requests open, costs a sixth of the processor time.
+            gc.freeze()
+            gc.set_threshold(20_000, 20, 100)
             uvloop.run(_run(options.config, options.replica))
     except ConfigError as error:
         print(error, file=sys.stderr)

@@ -29,7 +29,7 @@ from ._errors import ConfigError
 from ._metrics import CONTENT_TYPE, Metrics, View
 from ._proxy import Proxy
 from ._runtime import Runtime, build
-from ._store import Store, _uptime, open_store
+from ._store import Store, open_store, uptime
 from .version import __version__
 
 __all__ = ["Gateway", "check"]
@@ -70,7 +70,7 @@ class Gateway:
         addresses: where it listens, `listen` and `admin`, once started: host and port.
     """
 
-    def __init__(self, source: Path | Config, *, name: str | None = None, clock: Callable[[], float] = _uptime) -> None:
+    def __init__(self, source: Path | Config, *, name: str | None = None, clock: Callable[[], float] = uptime) -> None:
         self._source = source
         self._clock = clock
         host = re.sub(r"[^A-Za-z0-9_.-]", "-", name or socket.gethostname())[:64]
@@ -111,7 +111,7 @@ class Gateway:
         config = self._config = self._load()
         with _naming(self._source):
             self._store = open_store(config.store, self._clock)
-            self._breakers = Breakers(self._store, config.breaker, self.replica, self._clock)
+            self._breakers = Breakers(self._store, config.breaker, self._clock)
             self._runtime = self._build(config, None)
         self._loaded = time.time()
         self.metrics = Metrics(self._view)
@@ -419,9 +419,9 @@ async def check(path: Path) -> str:
     """Return, as text, what the file would serve; raise ConfigError as a start with it would."""
     config = load(path)
     with _naming(path):
-        store = open_store(config.store, _uptime)
-        breakers = Breakers(store, config.breaker, "check", _uptime)
-        build(config, None, store=store, breakers=breakers, replica="check", clock=_uptime)
+        store = open_store(config.store, uptime)
+        breakers = Breakers(store, config.breaker, uptime)
+        build(config, None, store=store, breakers=breakers, replica="check", clock=uptime)
     lines = [
         f"{path}: ok",
         f"listen {config.listen}, admin {config.admin}, store {without_password(config.store.url)}",
