@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import ssl
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +15,7 @@ import pytest
 import uvloop
 from multidict import CIMultiDict
 
-from dynamo_resilience._upstream import Answer, Broken, NotConnected, Upstream
+from dynamo_resilience._upstream import Answer, Broken, NotConnected, Upstream, _Connection
 from support.processes import free_port
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -22,11 +23,17 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 5\r\n\r\nhello"
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
+LOOPS = [uvloop.new_event_loop, asyncio.new_event_loop]
+
+
+def run(
+    work: Callable[[], Awaitable[None]],
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
+) -> None:
     async def bounded() -> None:
         await asyncio.wait_for(work(), 30)
 
-    loop = uvloop.new_event_loop()
+    loop = new_loop()
     try:
         loop.run_until_complete(bounded())
     finally:
@@ -346,19 +353,24 @@ def test_a_line_break_in_a_header_is_refused(value: str) -> None:
     run(work)
 
 
-def test_over_tls_the_name_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+def _certified(folder: Path) -> ssl.SSLContext:
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
     subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
     command = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", *subject)
     subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
+    return context
+
+
+def test_over_tls_the_name_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    context = _certified(tmp_path)
 
     async def work() -> None:
         async with serving(_plain, tls=context) as (server, upstream):
             with pytest.raises(NotConnected, match=r"(?i)certificate"):
                 await post(upstream)
-            monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate.pem"))
             trusting = Upstream(f"https://localhost:{upstream._port}")
             for _ in range(2):
                 assert await (await post(trusting)).read() == b"hello"
@@ -366,3 +378,203 @@ def test_over_tls_the_name_is_checked(tmp_path: Path, monkeypatch: pytest.Monkey
             trusting.close()
 
     run(work)
+
+
+@pytest.mark.parametrize("sent", [b"", b"SSH-2.0-OpenSSH\r\n"], ids=["nothing", "a banner"])
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_a_connection_that_ends_before_the_request_is_none(
+    sent: bytes, new_loop: Callable[[], asyncio.AbstractEventLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected = Upstream._connected
+
+    async def late(self: Upstream, made: list[_Connection]) -> _Connection:
+        connection = await connected(self, made)
+        while not connection.lost:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+        return connection
+
+    async def answer(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+
+    async def work() -> None:
+        monkeypatch.setattr(Upstream, "_connected", late)
+        async with serving(answer) as (_, upstream):
+            with pytest.raises(NotConnected, match="at once"):
+                await asyncio.wait_for(post(upstream), 5)
+
+    run(work, new_loop)
+
+
+def test_a_request_that_a_kept_connection_had_for_long_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await server.request(reader)
+        writer.write(PLAIN)
+        await server.request(reader)
+        await asyncio.sleep(0.3)
+
+    async def work() -> None:
+        monkeypatch.setattr("dynamo_resilience._upstream._STALE_S", 0.1)
+        async with serving(answer) as (server, upstream):
+            assert await (await post(upstream)).read() == b"hello"
+            with pytest.raises(Broken):
+                await post(upstream)
+            assert (server.connections, len(server.requests)) == (1, 2)
+
+    run(work)
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_an_error_ends_a_body_that_nobody_takes(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    body = bytes(2**25)
+
+    async def work() -> None:
+        go, over = asyncio.Event(), asyncio.Event()
+
+        async def answer(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 413 Too Large\r\nConnection: close\r\n\r\ntoo large")
+            await go.wait()
+            writer.write_eof()
+            await over.wait()
+            writer.transport.abort()
+
+        async with serving(answer) as (_, upstream):
+            got = await asyncio.wait_for(post(upstream, body), 5)
+            assert got.status == 413
+            assert got._connection._transport.get_write_buffer_size() < 2**20
+            go.set()
+            assert await asyncio.wait_for(got.read(), 5) == b"too large"
+            assert got._connection.lost
+            over.set()
+
+    run(work, new_loop)
+
+
+def test_a_connection_whose_end_was_announced_is_not_used() -> None:
+    async def work() -> None:
+        async with serving(_plain) as (server, upstream):
+            await (await post(upstream)).read()
+            (kept,) = upstream.idle
+            kept.eof_received()
+            assert not upstream.idle
+            await (await post(upstream)).read()
+            assert server.connections == 2
+
+    run(work)
+
+
+def test_a_trailer_is_no_header() -> None:
+    async def answer(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await server.request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: 1\r\n\r\n0\r\nX-A: 2\r\nX-B: 3\r\n\r\n")
+        await reader.read()
+
+    async def work() -> None:
+        async with serving(answer) as (_, upstream):
+            got = await post(upstream)
+            assert await got.read() == b""
+            assert got.headers.getall("X-A") == ["1"]
+            assert "X-B" not in got.headers
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"HTTP/1.1 000 None\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello!",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    ],
+    ids=["no status", "two lengths", "length and chunks", "chunks and length"],
+)
+def test_an_answer_without_a_clear_end_is_an_error(sent: bytes) -> None:
+    async def answer(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await server.request(reader)
+        writer.write(sent)
+        await reader.read()
+
+    async def work() -> None:
+        async with serving(answer) as (_, upstream):
+            with pytest.raises(Broken, match="no HTTP"):
+                await asyncio.wait_for(post(upstream), 5)
+            assert not upstream.idle
+
+    run(work)
+
+
+@pytest.mark.parametrize("head", [b"100 Continue\r\nContent-Length: 4", b"204 No\r\nContent-Length: 4"])
+def test_a_body_where_there_is_none_is_nobodys(head: bytes) -> None:
+    async def answer(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await server.request(reader)
+            writer.write(b"HTTP/1.1 " + head + b"\r\n\r\noops" + PLAIN)
+
+    async def work() -> None:
+        async with serving(answer) as (_, upstream):
+            for _ in range(2):
+                with contextlib.suppress(Broken):  # what follows may be read as no HTTP, never as the next answer
+                    got = await post(upstream)
+                    assert await got.read() in ((b"", b"oops") if got.status == 204 else (b"hello",))
+
+    run(work)
+
+
+def test_bytes_that_are_no_text_are_sent_as_they_came() -> None:
+    async def work() -> None:
+        async with serving(_plain) as (server, upstream):
+            await (await post(upstream, target="/v1/x?" + b"\xff".decode(errors="surrogateescape"))).read()
+            assert server.requests[0].startswith(b"POST /v1/x?\xff HTTP/1.1\r\n")
+
+    run(work)
+
+
+@pytest.mark.parametrize("case", ["answered", "broken", "refused"])
+def test_what_is_over_leaves_no_cycles(case: str) -> None:
+    async def answer(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await server.request(reader)
+        if case == "answered":
+            writer.write(PLAIN)
+
+    async def once(upstream: Upstream) -> None:
+        try:
+            await (await post(upstream)).read()
+        except (Broken, NotConnected):
+            assert case != "answered"
+
+    async def work() -> None:
+        async with serving(answer) as (_, upstream):
+            target = Upstream(f"http://127.0.0.1:{free_port()}") if case == "refused" else upstream
+            gc.collect()
+            gc.disable()
+            try:
+                await once(target)
+                await asyncio.sleep(0.1)
+                kinds = (_Connection, Answer, Broken, NotConnected)
+                assert not [one for one in gc.get_objects() if type(one) in kinds]
+            finally:
+                gc.enable()
+
+    run(work)
+
+
+@pytest.mark.parametrize("new_loop", LOOPS)
+def test_a_body_over_tls_ends_with_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    body = b"x" * 2**20
+
+    async def answer(server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await server.request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + body)
+
+    async def work() -> None:
+        async with serving(answer, tls=_certified(tmp_path)) as (_, upstream):
+            monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "certificate.pem"))
+            trusting = Upstream(f"https://localhost:{upstream._port}")
+            assert await (await post(trusting)).read() == body
+            assert not trusting.idle
+
+    run(work, new_loop)

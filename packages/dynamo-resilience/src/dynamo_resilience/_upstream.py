@@ -24,6 +24,8 @@ __all__ = ["Answer", "Broken", "NotConnected", "Upstream"]
 
 #: A connection that was idle for longer is not used again: the other side may be about to close it (seconds).
 _IDLE_S = 15.0
+#: A kept connection that ends later than this after a request was sent had not been closed before (seconds).
+_STALE_S = 1.0
 #: More than this is not read ahead of the client (bytes).
 _AHEAD = 2**18
 #: Bodies above this are not joined with the head, and are handed over in pieces of this size (bytes).
@@ -43,17 +45,19 @@ class Broken(ConnectionError):
         untouched: whether nothing at all had come.
     """
 
-    untouched = False
+    def __init__(self, what: str, untouched: bool = False) -> None:
+        super().__init__(what)
+        self.untouched = untouched
 
 
 class _Connection(asyncio.Protocol):
     """One connection, with at most one request on it."""
 
     _transport: asyncio.Transport
+    _parser: HttpResponseParser
 
     def __init__(self, upstream: Upstream) -> None:
         self._upstream = upstream
-        self._parser = HttpResponseParser(self)
         self._blocked: asyncio.Future[None] | None = None
         self._reading = True
         self._head = 0
@@ -66,6 +70,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
+        self._parser = HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
         answer = self.answer
@@ -88,10 +93,16 @@ class _Connection(asyncio.Protocol):
         answer.wake()
 
     def eof_received(self) -> None:
-        """Let the transport close."""
+        self._ended(None)
+        self.abort()  # a transport that closes itself first sends what it has, to one that may not take it
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = True
+        self._ended(error)
+        del self._parser  # it refers to this
+
+    def _ended(self, error: Exception | None) -> None:
+        """Nothing more will come."""
         self._upstream.idle.pop(self, None)
         self._unblock()
         answer, self.answer = self.answer, None
@@ -99,8 +110,8 @@ class _Connection(asyncio.Protocol):
             if answer.status and not self._framed and error is None:
                 answer.complete = True  # such a body ends with the connection
             else:
-                answer.error = Broken(f"connection lost: {error}" if error else "connection closed by the frontend")
-                answer.error.untouched = not self._head
+                what = f"connection lost: {error}" if error else "connection closed by the frontend"
+                answer.error = Broken(what, not self._head)
             answer.wake()
 
     def pause_writing(self) -> None:
@@ -124,6 +135,8 @@ class _Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         assert self.answer is not None
+        if self.answer.status:  # a trailer: no header of the answer
+            return
         try:
             text = value.decode()
         except UnicodeDecodeError:
@@ -136,14 +149,20 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         assert self.answer is not None
+        if status < 100:
+            raise ValueError("no status")
         if status < 200:  # not yet the answer
             self.answer.reason = ""
             return
         self._framed = self._framed or status in (204, 304)
         self.answer.status = status
+        if status >= 400:
+            self._unblock()  # see `send`
 
     def on_body(self, body: bytes) -> None:
         assert self.answer is not None
+        if not self.answer.status:  # httptools 0.6 reads one where there is none
+            return
         self.answer.pieces.append(body)
         self.answer.ahead += len(body)
 
@@ -163,7 +182,7 @@ class _Connection(asyncio.Protocol):
     # What a request does
 
     async def send(self, answer: Answer, head: bytes, body: bytes) -> None:
-        """Send a request whose answer is to be `answer`; stops midway where that has come already."""
+        """Send a request whose answer is to be `answer`; stops midway where that has come, or is an error."""
         self.answer = answer
         self._head = 0
         if len(body) <= _PIECE:
@@ -176,7 +195,7 @@ class _Connection(asyncio.Protocol):
             self._transport.write(view[start : start + _PIECE])
             if self._blocked is not None:
                 await self._blocked
-            if answer.error is not None or answer.complete:
+            if answer.error is not None or answer.complete or answer.status >= 400:
                 return
         answer.sent = True
 
@@ -240,7 +259,7 @@ class Answer:
     async def more(self) -> None:
         """Wait until something has changed; raise Broken where nothing can."""
         if self.error is not None:
-            raise self.error
+            raise Broken(str(self.error), self.error.untouched)  # a raised one refers to frames that have this
         self._waiter = waiter = asyncio.get_running_loop().create_future()
         await waiter
 
@@ -306,8 +325,8 @@ class Upstream:
     async def post(self, target: str, headers: CIMultiDict[str], body: bytes, connect_s: float) -> Answer:
         """Send a request and return the answer once its head is there.
 
-        A kept connection that ends before it has given anything was closed while it was idle: the request is then sent
-        over a new one.
+        A kept connection that ends at once, before it has given anything, was closed while it was idle: the request is
+        then sent over a new one.
 
         Args:
             target: path and query, as they stand in the request line.
@@ -327,15 +346,20 @@ class Upstream:
         text = "".join(lines)
         if text.count("\n") != len(lines) + 2 or text.count("\r") != len(lines) + 2:
             raise ValueError("a header or the target holds a line break")
-        head = text.encode()
+        head = text.encode(errors="surrogateescape")  # as it came
         kept = self._kept()
         if kept is not None:
+            loop = asyncio.get_running_loop()
+            latest = loop.time() + _STALE_S
             try:
                 return await self._ask(kept, head, body)
             except Broken as error:
-                if not error.untouched:
+                if not error.untouched or loop.time() > latest:
                     raise
-        return await self._ask(await self._connect(connect_s), head, body)
+        made = await self._connect(connect_s)
+        if made.lost:
+            raise NotConnected(f"{self._host}:{self._port}: closed the connection at once")
+        return await self._ask(made, head, body)
 
     def keep(self, connection: _Connection) -> None:
         """Take back a connection whose answer is complete."""
@@ -384,7 +408,10 @@ class Upstream:
         except OSError as error:
             raised = NotConnected(f"{self._host}:{self._port}: {error}")
             raised.errno = error.errno
-            raise raised from error
+            try:
+                raise raised from error
+            finally:
+                del raised  # it refers to this frame
 
     async def _connected(self, made: list[_Connection]) -> _Connection:
         """Connect to one of the host's addresses; which one is drawn, so that all of a name's get their share."""
@@ -409,4 +436,7 @@ class Upstream:
             else:
                 made.append(connection)
                 return connection
-        raise last or OSError(f"{self._host} has no address")
+        try:
+            raise last or OSError(f"{self._host} has no address")
+        finally:
+            del last  # it refers to this frame
