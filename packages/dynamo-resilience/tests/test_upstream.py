@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 import gc
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import trustme
 import uvloop
 from multidict import CIMultiDict
 
@@ -354,12 +354,11 @@ def test_a_line_break_in_a_header_is_refused(value: str) -> None:
 
 
 def _certified(folder: Path) -> ssl.SSLContext:
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost")
-    command = ("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", *subject)
-    subprocess.run([*command, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    """Return what a server needs to be `localhost`; who trusts `certificate.pem` in the folder believes it."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(folder / "certificate.pem"))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
+    authority.issue_cert("localhost").configure_cert(context)
     return context
 
 

@@ -1013,6 +1013,9 @@ class Proxy:
         for name, value in answer.headers.items():
             if name.lower() not in _NOT_RETURNED:
                 headers.add(name, value)
+        for named in answer.headers.getall("connection", ()):
+            for one in named.split(","):
+                headers.popall(one.strip(), None)
         headers[_REQUEST_ID] = flight.request_id
         headers["Server"] = "dynamo-gateway"
         return headers

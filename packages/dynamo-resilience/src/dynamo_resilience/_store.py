@@ -627,11 +627,12 @@ async def _within(seconds: float, work: Awaitable[_T]) -> _T:
         while not task.done():
             task.cancel()
             await asyncio.wait((task,), timeout=_FIRST_PAUSE_S)
+        if task.cancelled():
+            raise asyncio.TimeoutError
+        return task.result()
     finally:
         task.cancel()
-    if task.cancelled():
-        raise asyncio.TimeoutError
-    return task.result()
+        del task  # its exception holds this frame
 
 
 def _sentinel(settings: StoreSettings) -> tuple[Redis, Sequence[Redis]]:
