@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from . import dynamo
 from .chat_templates import TEMPLATES
 from .processes import Process, free_port
 from .saying_worker import write_model
@@ -206,15 +207,7 @@ class Worker:
 def worker(folder: Path) -> Iterator[Worker]:
     """Start a worker with the models of `MODELS` and `BARE`."""
     environment = {
-        "DYN_DISCOVERY_BACKEND": "file",
-        "DYN_FILE_KV": str(folder / "discovery"),
-        "DYN_REQUEST_PLANE": "tcp",
-        "DYN_EVENT_PLANE": "zmq",
-        "DYN_TCP_RPC_HOST": "127.0.0.1",
-        "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
-        "DYN_EVENT_PLANE_HOST": "127.0.0.1",
-        "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
-        "HF_HUB_OFFLINE": "1",
+        **dynamo.environment(folder / "discovery"),
         "HOME": str(folder),  # Dynamo keeps what it reads of a model there
         "PYTHONPATH": str(Path(__file__).parents[1]),
     }

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 from gateway_parts import body, replicas, until
 
+from support import dynamo
 from support.bench import Bench
 from support.http_load import Sample, client, open_loop
 from support.processes import Process, free_ports
@@ -88,16 +89,7 @@ def _fleet(
     Yields the first two's URLs, the workers, and the other two's URLs.
     """
     home.mkdir()
-    env = {
-        "DYN_DISCOVERY_BACKEND": "file",
-        "DYN_FILE_KV": str(home / "kv"),
-        "DYN_REQUEST_PLANE": "tcp",
-        "DYN_EVENT_PLANE": "zmq",
-        "HF_HUB_OFFLINE": "1",
-        "DYN_TCP_RPC_HOST": "127.0.0.1",
-        "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
-        "DYN_EVENT_PLANE_HOST": "127.0.0.1",
-    }
+    env = dynamo.environment(home / "kv")
     with contextlib.ExitStack() as running:
         urls = []
         for port, options in zip(free_ports(4), (mode, mode, _DIRECT, _DIRECT), strict=True):

@@ -19,6 +19,7 @@ import httpx
 import pytest
 import yaml
 
+from support import dynamo
 from support.processes import Process, free_port, free_ports
 from support.saying_worker import write_model
 from support.stack import until
@@ -58,18 +59,7 @@ class Fleet:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
     model = write_model(folder / "model", "{% for one in messages %}{{ one.content }}\n{% endfor %}")
-    environment = {
-        "DYN_DISCOVERY_BACKEND": "file",
-        "DYN_FILE_KV": str(folder / "discovery"),
-        "DYN_REQUEST_PLANE": "tcp",
-        "DYN_EVENT_PLANE": "zmq",
-        "DYN_TCP_RPC_HOST": "127.0.0.1",
-        "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
-        "DYN_EVENT_PLANE_HOST": "127.0.0.1",
-        "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = dynamo.environment(folder / "discovery")
     port = free_port()
     mocker = [sys.executable, "-m", "dynamo.mocker", "--model-path", str(model), "--model-name", "tiny"]
     frontend = [sys.executable, "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port)]
