@@ -585,19 +585,19 @@ async def test_when_all_fail_the_last_answer_is_passed_on() -> None:
 
 
 @run
-async def test_retries_are_a_share_of_requests() -> None:
+async def test_retries_are_a_share_of_requests_or_ten_a_second() -> None:
     fake = FakeFrontend()
-
-    async def fail(fake: FakeFrontend, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        await asyncio.sleep(0.1)
-        return web.Response(status=500)
-
-    fake.script = fail
-    async with frontends(fake), Gate(config(fake, retries={"attempts": 10, "budget": 0.0})) as gate:
-        answers = await asyncio.gather(*(gate.post() for _ in range(20)))
-        assert {one.status for one in answers} == {500}
-        # Three at once may always be tried again.
-        assert sorted(one.attempts for one in gate.finished) == [1] * 17 + [10] * 3
+    fake.script = status(500)
+    now = [1000.0]
+    gate = Gate(config(fake, breaker=None, retries={"attempts": 10, "budget": 0.2}))
+    gate.proxy = Proxy(lambda: gate.runtime, clock=lambda: now[0], observe=gate.finished.append)
+    async with frontends(fake), gate:
+        for asked, most in ((1, 9), (20, 10), (20, 10), (200, 19), (400, 80)):
+            before = gate.proxy.retries
+            for _ in range(asked):
+                assert (await gate.post()).status == 500
+            assert gate.proxy.retries - before == most
+            now[0] += 1
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])

@@ -183,6 +183,17 @@ async def test_least_busy_is_chosen_and_equals_take_turns() -> None:
     route.parts[1].frontend.failed()  # what fails at once is not idle
     assert {(await take(route.parts, None, None))[0] for _ in range(9)} == {route.parts[2]}
     await until(lambda: route.parts[1].frontend.failing == 0, "a failure is forgotten")
+    # However busy the others are, one that fails again and again takes none of their requests, until some time is over.
+    route.parts[0].frontend.outstanding = route.parts[2].frontend.outstanding = 50
+    for _ in range(2):
+        route.parts[1].frontend.failed()
+    assert route.parts[1] not in {(await take(route.parts, None, None))[0] for _ in range(9)}
+    for part in (route.parts[0], route.parts[2]):
+        part.frontend.failed()
+        part.frontend.failed()
+    assert (await take(route.parts, None, None))[0] == route.parts[1]  # all do
+    await until(lambda: route.parts[1].frontend.failing == 0, "two failures are forgotten")
+    assert (await take(route.parts, None, None))[0] == route.parts[1]
 
 
 @run

@@ -257,8 +257,8 @@ class Retries(_Strict):
 
     Attributes:
         attempts: most tries of one request, the first included.
-        budget: retries are at most this share of recent requests (and three at once), so that they never multiply an
-            overload.
+        budget: retries are at most this share of the requests of the last ten seconds, or ten a second where that is
+            more, so that they never multiply an overload.
     """
 
     attempts: Annotated[int, Field(ge=1, le=10)] = 3

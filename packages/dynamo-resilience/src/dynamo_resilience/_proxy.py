@@ -43,8 +43,10 @@ _TOKEN_S = 1.0
 _UNKNOWN_WAIT_S = 1.0
 #: How long the client may take to read the end of an answer that was cut short (seconds).
 _END_S = 2.0
-#: Larger bodies are handed to the connection in pieces, and looked at with pauses.
+#: Larger bodies are looked at with pauses.
 _PIECES = 2**20
+#: Retries that are allowed in each second, whatever the budget.
+_RETRIES_A_SECOND = 10
 
 _SESSIONS = ("x-dynamo-session-id", "x-claude-code-session-id", "session_id", "session-id")
 _LEASE = "x-dynamo-gateway-lease"
@@ -176,37 +178,38 @@ class _Failed(Exception):
 
 
 class _Budget:
-    """Lets retries be a share of what was asked in the last ten seconds, or three at once.
+    """Lets retries be a share of what was asked in the last ten seconds, or a few a second: the more of the two.
 
-    Attributes:
-        running: requests that are being tried again now.
+    The few are what a small fleet needs when one of two workers dies; a large one is not overloaded by them.
     """
 
-    __slots__ = ("_asked", "_clock", "_retried", "_second", "running")
+    __slots__ = ("_asked", "_retried", "_second")
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, now: float) -> None:
         self._asked = deque([0] * 10, 10)
         self._retried = deque([0] * 10, 10)
-        self._second = int(clock())
-        self.running = 0
+        self._second = int(now)
 
     def asked(self, now: float) -> None:
         """Count a request."""
-        second = int(now)
-        if second != self._second:
-            for _ in range(min(10, second - self._second)):
-                self._asked.append(0)
-                self._retried.append(0)
-            self._second = second
+        if int(now) != self._second:
+            self._turn(int(now))
         self._asked[-1] += 1
 
-    def allows(self, share: float, retrying: bool) -> bool:
-        """Return whether one more may be made, by a request that is (or is not) one of those `running`."""
-        if self.running - retrying >= 3 and sum(self._retried) + 1 > share * sum(self._asked):
+    def allows(self, now: float, share: float) -> bool:
+        """Return whether one more retry may be made, and count it then."""
+        if int(now) != self._second:
+            self._turn(int(now))
+        if self._retried[-1] >= _RETRIES_A_SECOND and sum(self._retried) + 1 > share * sum(self._asked):
             return False
         self._retried[-1] += 1
         return True
+
+    def _turn(self, second: int) -> None:
+        for _ in range(min(10, second - self._second)):
+            self._asked.append(0)
+            self._retried.append(0)
+        self._second = second
 
 
 class _Flight:
@@ -228,7 +231,6 @@ class _Flight:
     status = 499
     broken = False
     attempts = 0
-    retrying = False
     queued_s = 0.0
     first_s: float | None = None
     sent_at = 0.0
@@ -341,7 +343,7 @@ class Proxy:
         self._runtime = runtime
         self._clock = clock
         self._observe = observe
-        self._budget = _Budget(clock)
+        self._budget = _Budget(clock())
         self._flights: set[_Flight] = set()
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -364,8 +366,6 @@ class Proxy:
                 flight.permit.release()
                 flight.permit = None  # holds the flight
             self._judge_probes(flight, Outcome.IGNORED)
-            if flight.retrying:
-                self._budget.running -= 1
             runtime.leave()
             self._flights.discard(flight)
             self.open -= 1
@@ -706,7 +706,7 @@ class Proxy:
             if (
                 not again
                 or flight.attempts >= retries.attempts
-                or not self._budget.allows(retries.budget, flight.retrying)
+                or not self._budget.allows(self._clock(), retries.budget)
             ):
                 return self._last(flight, failed)
             self.retries += 1
@@ -714,9 +714,6 @@ class Proxy:
             flight.headers = self._headers(flight, flight.request.headers)  # no key or worker of the last attempt
             if lease is not None:
                 flight.headers[_LEASE] = lease
-            if not flight.retrying:
-                flight.retrying = True
-                self._budget.running += 1
 
     def _last(self, flight: _Flight, failed: _Failed) -> web.Response:
         """Return what the last attempt came to."""

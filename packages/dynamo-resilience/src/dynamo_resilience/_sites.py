@@ -51,6 +51,11 @@ class _Busy:
         """What counts when the least busy one is chosen: what fails at once must not look idle."""
         return self.outstanding + self.failing
 
+    @property
+    def shaky(self) -> bool:
+        """Whether it fails again and again, and did a moment ago: chosen only where all do."""
+        return self.streak > 1 and self.failing > 0
+
     def failed(self) -> None:
         """Count a failure as load for a while."""
         seconds = min(_LONGEST_FAILED_S, _FAILED_S * 2.0 ** min(self.streak // _DOUBLED_AFTER, 10))
@@ -235,6 +240,11 @@ class Part(NamedTuple):
         """How many requests failed there of late."""
         return self.frontend.failing
 
+    @property
+    def shaky(self) -> bool:
+        """Whether the frontend is."""
+        return self.frontend.shaky
+
     def rank(self, model: str) -> int:
         """Return 0 where it lists the model and answers, 1 where it lists it or has never answered, else 2."""
         frontend = self.frontend
@@ -271,6 +281,11 @@ class Route(NamedTuple):
         return min(part.frontend.failing for part in self.parts)
 
     @property
+    def shaky(self) -> bool:
+        """Whether all of its frontends are."""
+        return all(part.frontend.shaky for part in self.parts)
+
+    @property
     def rank(self) -> int:
         """The best rank of its frontends."""
         return min(part.rank(self.model) for part in self.parts)
@@ -298,6 +313,8 @@ class _Choosable(Protocol):
     def load(self) -> int: ...
     @property
     def failing(self) -> int: ...
+    @property
+    def shaky(self) -> bool: ...
 
 
 _T = TypeVar("_T", bound=_Choosable)
@@ -306,8 +323,8 @@ _T = TypeVar("_T", bound=_Choosable)
 _turns: defaultdict[str, int] = defaultdict(lambda: random.randrange(1 << 16))
 
 
-def _load(one: _Choosable) -> int:
-    return one.load
+def _load(one: _Choosable) -> tuple[bool, int]:
+    return one.shaky, one.load
 
 
 def _least(options: Sequence[_T], session: bytes | None) -> _T:
