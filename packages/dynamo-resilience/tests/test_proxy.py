@@ -584,6 +584,46 @@ async def test_when_all_fail_the_last_answer_is_passed_on() -> None:
         assert "site a" in (await answer.json())["error"]["message"]
 
 
+def test_nothing_of_a_site_goes_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its key, its worker or its lease: neither after a failure nor when its capacity is taken back."""
+    monkeypatch.setenv("NEAR_KEY", "near-secret")
+
+    async def test() -> None:
+        near, far = FakeFrontend("near", workers=(7,)), FakeFrontend("far")
+        sites = {
+            "near": {
+                "frontends": [near.url],
+                "prefer": 0,
+                "route": "worker",
+                "api_key_env": "NEAR_KEY",
+                "models": {"m": {"capacity": {"sequences": 2}, "blocks": 2}},
+            },
+            "far": {"frontends": [far.url], "prefer": 1, "models": {"m": {}}},
+        }
+        async with frontends(near, far), Gate(config(sites=sites)) as gate:
+            await until(lambda: gate.runtime.routes["m"][0].rank == 0, "the near site is known")
+            for script in (status(500), hang):
+                near.script = script
+                asked = asyncio.ensure_future(gate.post(Authorization="Bearer mine"))
+                if script is hang:
+                    await until(lambda: near.running == 1, "it runs at the near site")
+                    near.models = ()
+                    await until(lambda: gate.runtime.routes["m"][0].rank == 2, "the near site has the model no more")
+                    (flight,) = gate.proxy._flights
+                    flight.interrupt("reclaimed")
+                assert (await (await asked).json())["by"] == "far"
+                (first, _), (second, _) = near.seen.pop(0), far.seen.pop(0)
+                near.seen.clear()
+                assert first.headers["Authorization"] == "Bearer near-secret"
+                assert first.headers["x-dynamo-worker-instance-id"] == "7"
+                assert first.headers["x-dynamo-gateway-lease"].startswith("near/m serverless ")
+                assert second.headers["Authorization"] == "Bearer mine"
+                for name in ("x-dynamo-worker-instance-id", "x-dynamo-gateway-lease"):
+                    assert name not in second.headers
+
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
 @run
 async def test_retries_are_a_share_of_requests_or_ten_a_second() -> None:
     fake = FakeFrontend()

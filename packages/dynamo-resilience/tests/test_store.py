@@ -29,8 +29,8 @@ from dynamo_resilience._store import (
     Report,
     Store,
     StoreStatus,
-    _within,
     open_store,
+    within,
 )
 from support.processes import free_port
 from support.store_server import Cut, StoreServer
@@ -354,7 +354,7 @@ def test_an_operation_ends_although_a_library_swallows_its_cancellation() -> Non
 
     async def test() -> None:
         with pytest.raises(asyncio.TimeoutError):
-            await _within(0.01, stubborn())
+            await within(0.01, stubborn())
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run(test())

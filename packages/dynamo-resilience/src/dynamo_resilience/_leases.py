@@ -16,7 +16,7 @@ from math import inf
 from typing import Any
 
 from ._errors import StoreUnavailable
-from ._store import Event, Held, LeaseNotice, LeaseReply, LeaseRequest, Store, StoreStatus, _within
+from ._store import Event, Held, LeaseNotice, LeaseReply, LeaseRequest, Store, StoreStatus, within
 
 __all__ = ["Lease", "LeaseStats"]
 
@@ -291,7 +291,7 @@ class Lease:
         )
         self._next, self._sent_at, self._busy, self._asked = inf, sent, True, True
         try:
-            reply = await _within(self._ttl_s * _ANSWER, self._store.lease(request))
+            reply = await within(self._ttl_s * _ANSWER, self._store.lease(request))
         except Exception as error:  # the lease goes on: without it nothing would be admitted ever again
             if not isinstance(error, (StoreUnavailable, asyncio.TimeoutError)):
                 _log.exception("lease of %s, %s", self.pool, self.account)

@@ -639,7 +639,6 @@ class Proxy:
                 if flight.permit is not None:
                     flight.permit.release()
                     flight.permit = paid = None
-                    flight.headers.popall(_LEASE, None)
                 if ask is not None and failed is not None and rejected is None:
                     # Its time in the queue may have passed at the site that failed. Another one gives it as much again.
                     ask.deadline = self._queue_until(flight)
@@ -710,10 +709,6 @@ class Proxy:
             ):
                 return self._last(flight, failed)
             self.retries += 1
-            lease = flight.headers.get(_LEASE)
-            flight.headers = self._headers(flight, flight.request.headers)  # no key or worker of the last attempt
-            if lease is not None:
-                flight.headers[_LEASE] = lease
 
     def _last(self, flight: _Flight, failed: _Failed) -> web.Response:
         """Return what the last attempt came to."""
@@ -763,7 +758,6 @@ class Proxy:
         finally:
             flight.queued_s += self._clock() - before
         permit.on_reclaim(lambda: flight.interrupt("reclaimed"))
-        flight.headers[_LEASE] = f"{permit.pool} {permit.account} {permit.token}"
         return permit
 
     # One frontend
@@ -771,11 +765,15 @@ class Proxy:
     async def _attempt(self, flight: _Flight, route: Route, part: Part, worker: Worker | None) -> web.StreamResponse:
         """Ask a frontend, and relay its answer; raise _Failed where another may be asked."""
         runtime, frontend, headers = flight.runtime, part.frontend, flight.headers
-        key = route.fleet.key
+        key, permit, steers = route.fleet.key, flight.permit, route.fleet.settings.route == "worker"
+        if key is not None or permit is not None or steers:
+            headers = headers.copy()  # the next attempt may be at another site
         if key is not None:
             headers.popall("x-api-key", None)
             headers["Authorization"] = f"Bearer {key}"
-        if route.fleet.settings.route == "worker":
+        if permit is not None:
+            headers[_LEASE] = f"{permit.pool} {permit.account} {permit.token}"
+        if steers:
             for name in _STEERING:
                 headers.popall(name, None)
         if worker is not None:

@@ -48,6 +48,7 @@ __all__ = [
     "StoreStatus",
     "open_store",
     "uptime",
+    "within",
 ]
 
 _log = logging.getLogger(__name__)
@@ -417,7 +418,7 @@ class RedisStore:
         await asyncio.gather(*tasks, return_exceptions=True)
         for client in (self._client, *self._sentinels):
             with contextlib.suppress(RedisError, OSError, asyncio.TimeoutError):
-                await _within(self._timeout_s, client.aclose())  # over TLS the other side has to agree
+                await within(self._timeout_s, client.aclose())  # over TLS the other side has to agree
 
     async def report(self, reports: Sequence[Report], policy: BreakerPolicy) -> list[BreakerState]:
         """Count outcomes, move breakers, and return the state of each target that was reported."""
@@ -458,7 +459,7 @@ class RedisStore:
         began = self._clock()
         payload = msgspec.json.encode(operation)
         try:
-            text = await _within(self._timeout_s, self._run(script, payload))
+            text = await within(self._timeout_s, self._run(script, payload))
             return msgspec.json.decode(text, type=answer)
         except Exception as error:  # whatever a server, or a client library, makes of it: whoever asked goes on without
             fault = f"{name}: {self._fault(error)}"
@@ -488,7 +489,7 @@ class RedisStore:
             # Spread, so that replicas do not come all at once.
             wait_s = (_REREAD_S if self._up else pause) * random.uniform(0.7, 1.3)
             with contextlib.suppress(asyncio.TimeoutError):
-                await _within(wait_s, self._wake.wait())
+                await within(wait_s, self._wake.wait())
             self._wake.clear()
             lately = self._clock() - self._up_at < _LAST_PAUSE_S
             try:
@@ -509,7 +510,7 @@ class RedisStore:
         """Try an absent store; if it answers, deliver its breakers and subscribe again."""
         # Names may lead elsewhere by now, and what answered may have become a read-only replica.
         with contextlib.suppress(RedisError, OSError, asyncio.TimeoutError):
-            await _within(self._timeout_s, self._client.connection_pool.disconnect(inuse_connections=False))
+            await within(self._timeout_s, self._client.connection_pool.disconnect(inuse_connections=False))
         try:
             epoch = await self._try("connect", self._probe_script, {}, int)
             await self._reread()
@@ -543,7 +544,7 @@ class RedisStore:
         while True:
             pubsub = self._client.pubsub()
             try:
-                await _within(self._timeout_s, pubsub.subscribe(self._channel))
+                await within(self._timeout_s, pubsub.subscribe(self._channel))
                 pause = _FIRST_PAUSE_S
                 await self._receive(pubsub)
             except Exception as error:  # without events it would hear of everything a second late
@@ -554,7 +555,7 @@ class RedisStore:
                 pause = min(pause * 2, _LAST_PAUSE_S)
             finally:
                 with contextlib.suppress(RedisError, OSError, asyncio.TimeoutError):
-                    await _within(self._timeout_s, pubsub.aclose())  # type: ignore[no-untyped-call]
+                    await within(self._timeout_s, pubsub.aclose())  # type: ignore[no-untyped-call]
 
     async def _receive(self, pubsub: PubSub) -> None:
         unanswered = 0
@@ -564,7 +565,7 @@ class RedisStore:
                 if unanswered == _PINGS:
                     raise OSError(f"no answer to {_PINGS} pings")
                 unanswered += 1
-                await _within(self._timeout_s, pubsub.ping())
+                await within(self._timeout_s, pubsub.ping())
                 continue
             unanswered = 0
             if message["type"] == "subscribe":
@@ -615,7 +616,7 @@ def uptime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-async def _within(seconds: float, work: Awaitable[_T]) -> _T:
+async def within(seconds: float, work: Awaitable[_T]) -> _T:
     """Do as `asyncio.wait_for`, which before Python 3.12 now and then swallows a cancellation.
 
     So do libraries that use it, and go on: what does not end is cancelled again.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """POST to a frontend over kept-alive connections: HTTP/1.1 as llhttp reads it (httptools).
 
-This is the path of every request, and an HTTP client for all purposes spends more processor time on one than the rest
-of the gateway together (the bench `gateway` has the figures). Discovery, which is not on that path, uses aiohttp.
+This is the path of every request, on which an HTTP client for all purposes spends much of the processor time: the bench
+`gateway` has a relay that uses aiohttp on both sides beside it. Discovery, which is not on that path, uses aiohttp.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 from multidict import CIMultiDict
 
-from ._store import _within
+from ._store import within
 
 __all__ = ["Answer", "Broken", "NotConnected", "Upstream"]
 
@@ -398,7 +398,7 @@ class Upstream:
     async def _connect(self, seconds: float) -> _Connection:
         made: list[_Connection] = []
         try:
-            return await _within(seconds, self._connected(made))
+            return await within(seconds, self._connected(made))
         except asyncio.CancelledError:
             for one in made:
                 one.abort()

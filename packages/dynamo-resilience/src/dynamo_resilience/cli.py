@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _raise_open_files()
             # Nearly everything a request makes is gone with its last reference. Looking for cycles at every 700 new
-            # objects, with thousands of requests open, costs a sixth of the processor time.
+            # objects, with thousands of requests open, would take a good part of the processor time.
             gc.freeze()
             gc.set_threshold(20_000, 20, 100)
             uvloop.run(_run(options.config, options.replica))
