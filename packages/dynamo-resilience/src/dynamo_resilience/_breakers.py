@@ -95,7 +95,7 @@ class BreakerStats:
         transitions: changes of state that this replica learnt of or made.
         reports: batches that the store took; `dropped` those that it did not.
         outcomes: outcomes counted; `stale` those left out because the breaker has moved since their request began.
-        claims: probes asked for; `probes` those granted.
+        probes: half-open probes that it was granted.
     """
 
     transitions: int = 0
@@ -103,7 +103,6 @@ class BreakerStats:
     dropped: int = 0
     outcomes: int = 0
     stale: int = 0
-    claims: int = 0
     probes: int = 0
 
 
@@ -378,7 +377,6 @@ class Breakers:
     # Probes
 
     async def _claim(self, target: Target, policy: BreakerPolicy) -> int:
-        self.stats.claims += 1
         claim = Claim(target.key, target.group)
         state: BreakerState | None = None
         if not self._local:

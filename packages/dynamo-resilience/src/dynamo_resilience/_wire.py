@@ -109,16 +109,14 @@ class Api:
         anthropic: whether errors have Anthropic's form.
 
     Attributes:
-        generates: whether answers have tokens of their own (embeddings have none).
     """
 
-    __slots__ = ("_decoder", "anthropic", "delta", "generates", "path")
+    __slots__ = ("_decoder", "anthropic", "delta", "path")
 
     def __init__(self, path: str, body: type[msgspec.Struct], delta: bytes, anthropic: bool = False) -> None:
         self.path = path
         self.delta = delta
         self.anthropic = anthropic
-        self.generates = body is not _Embeddings
         self._decoder = msgspec.json.Decoder(body)
 
     def read(self, body: bytes | bytearray) -> Head:
