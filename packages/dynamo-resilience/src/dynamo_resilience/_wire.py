@@ -107,8 +107,6 @@ class Api:
         body: the struct of the fields that are read.
         delta: the bytes that show the first token in a stream.
         anthropic: whether errors have Anthropic's form.
-
-    Attributes:
     """
 
     __slots__ = ("_decoder", "anthropic", "delta", "path")
