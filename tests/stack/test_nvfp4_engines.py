@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +17,9 @@ from support.rescaled import rescaled
 
 LAYERS, BLOCK, ROW = 4, 32, 352
 PAGE = BLOCK * ROW
-#: Two tokens whose log-probabilities are closer than this are as good as each other, as in test_row_engines.
-CLOSE = 0.15
+#: How far other kernels' rounding may move the distance between the two best tokens' log-probabilities; it differs with
+#: the processor, at most 0.38 where it was measured (the distance itself: 1.2 in the middle).
+ROUNDING = 0.75
 #: The most tokens of a step: longer prompts are read in pieces.
 STEP = 512
 PROMPTS = [1, 31, 33, 128, 500, 1000]
@@ -71,12 +73,17 @@ def test_folded_block_rows_answer_as_layers_that_need_no_folding(fleet: Any) -> 
     prompts = [prompt_tokens(length) for length in PROMPTS]
     stock = hand_over(fleet.stock, fleet.stock_decode, prompts, 24)
     rows = hand_over(fleet.prefill, fleet.decode, prompts, 24)
+    moved = []
     for one, other in zip(rows, stock, strict=True):
         assert len(one["tokens"]) == len(other["tokens"]) == 24
-        step = next((i for i in range(24) if one["tokens"][i] != other["tokens"][i]), None)
-        if step is not None:
-            assert other["gaps"][step] < CLOSE
+        step = next((i for i in range(24) if one["tokens"][i] != other["tokens"][i]), 24)
+        moved += [abs(a - b) for a, b in zip(one["gaps"][:step], other["gaps"][:step], strict=True)]
+        if step < 24:
             assert one["tokens"][step] == other["seconds"][step]
+            assert one["seconds"][step] == other["tokens"][step]
+            moved.append(one["gaps"][step] + other["gaps"][step])
+    assert max(moved) < ROUNDING
+    assert statistics.median(moved) < ROUNDING / 3
 
 
 def test_a_transfer_moves_352_bytes_a_token_and_layer(fleet: Any) -> None:
