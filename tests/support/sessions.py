@@ -23,7 +23,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from support.traces import (
+from dynamo_kv_router_ext.sim.traces import (
     MOONCAKE_BLOCK,
     WEKA_BLOCK,
     MooncakeRequest,

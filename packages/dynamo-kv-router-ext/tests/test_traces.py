@@ -11,18 +11,19 @@ from typing import Any
 
 import pytest
 
-from support.sessions import MOONCAKE_BLOCK, AgentWorkload
-from support.traces import (
+from dynamo_kv_router_ext.sim.traces import (
     MooncakeRequest,
     TraceError,
     WekaConversation,
     WekaRequest,
     WekaSubagent,
+    arrivals,
     read_mooncake,
     read_weka,
     write_mooncake,
     write_weka,
 )
+from support.sessions import MOONCAKE_BLOCK, AgentWorkload
 
 LINE = {"timestamp": 0, "input_length": 1025, "output_length": 3, "hash_ids": [0, 1, 2]}
 
@@ -264,3 +265,89 @@ def test_a_document_that_is_not_json_is_named_by_its_own_line(tmp_path: Path) ->
     file.write_text('{\n  "id": "x",\n  oops\n}\n')
     with pytest.raises(TraceError, match=r"bad\.json:3: not JSON"):
         list(read_weka(file))
+
+
+def test_mooncake_requests_arrive_at_their_times_in_blocks_of_the_fleet(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    write_mooncake(
+        file,
+        [
+            MooncakeRequest(0, 1100, 10, (5, 6, 7)),
+            MooncakeRequest(3000, 513, 20, (5, 9)),
+            MooncakeRequest(4000, 600, 0, (5, 9)),  # says nothing
+        ],
+    )
+    first, second = arrivals(file, block_size=256, speedup=2.0)
+    assert (first.at_s, first.tokens, first.output_tokens, first.session, first.after) == (0.0, 1100, 10, None, None)
+    assert second.at_s == 1.5
+    assert len(first.blocks) == 4
+    assert len(set(first.blocks)) == 4
+    assert second.blocks == first.blocks[:2]
+    assert [one.id for one in arrivals(file, limit=1)] == [first.id]
+
+
+def _turn(t: float, tokens: int, ids: range, **more: Any) -> WekaRequest:
+    return WekaRequest(t=t, type="n", model="m", input_length=tokens, output_length=70, hash_ids=tuple(ids), **more)
+
+
+def test_weka_requests_wait_for_the_answer_before_them(tmp_path: Path) -> None:
+    turns = (
+        _turn(0.0, 130, range(3), api_time=2.0),
+        _turn(5.0, 330, range(6), api_time=1.0),
+        _turn(20.0, 400, range(7), think_time=4.0),
+    )
+    write_weka(tmp_path / "all.jsonl", [WekaConversation(id=name, requests=turns) for name in ("a", "b")])
+    found = arrivals(tmp_path / "all.jsonl", "weka", speedup=2.0, every_s=8.0)
+    first, second, third = found[:3]
+    assert [one.session for one in found] == ["a"] * 3 + ["b"] * 3
+    assert [one.after for one in found[:3]] == [None, first.id, second.id]
+    # The gap that the record shows, or the think time where it has one; twice as fast.
+    assert [one.think_s for one in found[:3]] == [0.0, 1.5, 2.0]
+    assert found[3].at_s == 4.0
+    # 130 tokens and an answer of 70 fill a third block, which the next prompt begins with.
+    assert len(first.blocks) == 2
+    assert first.answer == second.blocks[2:3]
+    assert third.answer == ()
+    # Ids of one conversation mean nothing in another.
+    assert not set(first.blocks) & set(found[3].blocks)
+
+
+def test_a_corpus_with_global_ids_shares_its_blocks(tmp_path: Path) -> None:
+    turns = (_turn(0.0, 130, range(3)),)
+    conversations = [WekaConversation(id=name, requests=turns, hash_id_scope="global") for name in ("a", "b")]
+    write_weka(tmp_path / "all.jsonl", conversations)
+    first, second = arrivals(tmp_path / "all.jsonl", "weka")
+    assert first.blocks == second.blocks
+
+
+@pytest.mark.parametrize("status", ["completed", "async_launched"])
+def test_a_parent_waits_for_its_subagent_unless_it_was_let_go(tmp_path: Path, status: str) -> None:
+    inner = (_turn(3.0, 64, range(10, 11), api_time=1.0), _turn(6.0, 128, range(10, 12), api_time=1.0))
+    requests = (
+        _turn(0.0, 64, range(1), api_time=2.0),
+        WekaSubagent(t=3.0, agent_id="x", requests=inner, status=status),
+        _turn(10.0, 128, range(2)),
+    )
+    write_weka(tmp_path / "one.json", [WekaConversation(id="a", requests=requests)])
+    first, begun, ended, last = arrivals(tmp_path / "one.json", "weka")
+    assert (begun.after, ended.after) == (first.id, begun.id)
+    assert begun.session == ended.session != first.session == last.session
+    assert begun.think_s == 1.0
+    assert (last.after, last.think_s) == ((ended.id, 3.0) if status == "completed" else (first.id, 8.0))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"format": "csv"}, "format must be one of mooncake, weka, not 'csv'"),
+        ({"speedup": 0.0}, "speedup must be above 0, not 0"),
+        ({"every_s": -1.0}, "every_s must be at least 0, not -1"),
+        ({"limit": 0}, "limit must be at least 1, not 0"),
+        ({"block_size": 48}, "48"),
+    ],
+)
+def test_arrivals_that_cannot_be_are_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    file = tmp_path / "trace.jsonl"
+    write_mooncake(file, [MooncakeRequest(0, 513, 1, (1, 2))])
+    with pytest.raises(ValueError, match=said):
+        arrivals(file, **given)

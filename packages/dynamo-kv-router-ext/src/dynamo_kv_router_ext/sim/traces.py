@@ -11,14 +11,18 @@ tokens, ``hash_ids`` of 512-token blocks, the last of which may be partly filled
 Weka (kv-cache-tester; the corpora of AgentX): one conversation a document, ``requests`` of type ``n`` (plain), ``s``
 (streamed) and ``subagent`` (a nested conversation that the next request of the parent waits for), times in seconds,
 ``hash_ids`` of ``block_size``-token blocks. A ``.json`` file holds one conversation, a ``.jsonl`` file one a line.
+
+`arrivals` makes of either what `dynamo_kv_router_ext.sim.fleet.simulate` takes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -27,16 +31,21 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, get_args
+
+from .fleet import Arrival, split_blocks
 
 __all__ = [
+    "FORMATS",
     "MOONCAKE_BLOCK",
     "WEKA_BLOCK",
+    "Format",
     "MooncakeRequest",
     "TraceError",
     "WekaConversation",
     "WekaRequest",
     "WekaSubagent",
+    "arrivals",
     "expand",
     "read_mooncake",
     "read_weka",
@@ -45,6 +54,9 @@ __all__ = [
     "write_weka",
 ]
 
+#: What a trace may be written in.
+Format = Literal["mooncake", "weka"]
+FORMATS: tuple[Format, ...] = get_args(Format)
 #: Tokens in a block of a Mooncake trace.
 MOONCAKE_BLOCK = 512
 #: Tokens in a block of a Weka trace, unless it says otherwise.
@@ -272,6 +284,146 @@ def write_weka(path: str | os.PathLike[str], conversations: Iterable[WekaConvers
     elif _suffix(target) != ".jsonl":
         raise ValueError(f"{target}: not a .json or .jsonl file")
     return _write_lines(target, documents)
+
+
+def arrivals(
+    path: str | os.PathLike[str],
+    format: Format = "mooncake",
+    *,
+    block_size: int = WEKA_BLOCK,
+    speedup: float = 1.0,
+    every_s: float = 10.0,
+    limit: int | None = None,
+) -> list[Arrival]:
+    """Return a trace's requests as the simulator's arrivals.
+
+    Mooncake's requests arrive at their timestamps (open loop). Of a Weka trace, one conversation begins every
+    ``every_s`` seconds, and each of its requests waits for the answer before it (closed loop). A subagent begins when
+    the request before it has been answered, and the request after it waits for it, unless it was launched
+    asynchronously. Where a request waits for several, it waits for the one that ended last when it was recorded. The
+    wait after that end is the recorded ``think_time``, or else the gap that the record shows. Requests for other
+    models go to the same fleet.
+
+    Args:
+        path: the file; for Weka, also a folder.
+        format: what it is written in.
+        block_size: tokens in a block of the fleet; it must divide that of the trace.
+        speedup: divides timestamps, think times and ``every_s``.
+        every_s: seconds between the beginnings of two Weka conversations.
+        limit: take this many requests, or Weka conversations, from the beginning.
+
+    Raises TraceError, ValueError for a format, block size or number that cannot be, and OSError.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    if not 0 < speedup < math.inf:
+        raise ValueError(f"speedup must be above 0, not {speedup}")
+    if not 0 <= every_s < math.inf:
+        raise ValueError(f"every_s must be at least 0, not {every_s}")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, not {limit}")
+    if format == "mooncake":
+        return [
+            Arrival(
+                id=f"request-{number}",
+                at_s=request.timestamp / 1000 / speedup,
+                tokens=request.input_length,
+                output_tokens=request.output_length,
+                blocks=split_blocks(request.hash_ids, MOONCAKE_BLOCK, block_size, request.input_length),
+            )
+            for number, request in enumerate(itertools.islice(read_mooncake(path), limit))
+            if request.input_length and request.output_length  # nothing to read or to say: nothing to place
+        ]
+    found: list[Arrival] = []
+    names: dict[tuple[int, int], int] = {}
+    for number, conversation in enumerate(itertools.islice(read_weka(path), limit)):
+        scope = number if conversation.hash_id_scope == "local" else -1
+        _Conversation(conversation, scope, names, block_size, speedup).arrive(number * every_s / speedup, found)
+    return found
+
+
+class _Conversation:
+    """Turns one Weka conversation into arrivals."""
+
+    def __init__(
+        self,
+        conversation: WekaConversation,
+        scope: int,
+        names: dict[tuple[int, int], int],
+        block_size: int,
+        speedup: float,
+    ) -> None:
+        self._conversation, self._scope, self._names = conversation, scope, names
+        self._block_size, self._speedup = block_size, speedup
+        self._count = 0
+
+    def arrive(self, start_s: float, found: list[Arrival]) -> None:
+        """Append the conversation's arrivals to ``found``; it begins at ``start_s``."""
+        self._walk(self._conversation.requests, self._conversation.id, None, 0.0, start_s, found)
+
+    def _walk(
+        self,
+        requests: Sequence[WekaRequest | WekaSubagent],
+        session: str,
+        before: str | None,
+        ended: float,
+        start_s: float,
+        found: list[Arrival],
+    ) -> tuple[str | None, float]:
+        """Return whom the next request waits for, and when that one ended in the record.
+
+        Args:
+            requests: one level of the conversation.
+            session: the session they belong to: the conversation's, or the subagent's own.
+            before: the request that the first of them waits for.
+            ended: when it ended in the record.
+            start_s: when the conversation begins.
+            found: where the arrivals go.
+        """
+        said, said_at = before, ended  # the last request of this level
+        last, last_at = before, ended  # whoever ended last, of those that are waited for
+        turns: list[int] = []
+        for request in requests:
+            if isinstance(request, WekaSubagent):
+                name = f"{session}/{request.agent_id}"
+                inner, inner_at = self._walk(request.requests, name, said, said_at, start_s, found)
+                if request.status != "async_launched" and inner_at > last_at:
+                    last, last_at = inner, inner_at
+                continue
+            if not (request.input_length and request.output_length):
+                continue
+            think_s = request.think_time if request.think_time is not None else max(0.0, request.t - last_at)
+            turns.append(len(found))
+            found.append(
+                Arrival(
+                    id=f"{self._conversation.id}:{self._count}",
+                    at_s=start_s + request.t / self._speedup if last is None else start_s,
+                    tokens=request.input_length,
+                    output_tokens=request.output_length,
+                    blocks=self._blocks(request),
+                    session=session,
+                    after=last,
+                    think_s=0.0 if last is None else think_s / self._speedup,
+                )
+            )
+            self._count += 1
+            said, said_at = found[-1].id, max(request.t + (request.api_time or 0.0), last_at)
+            last, last_at = said, said_at
+        for turn, following in itertools.pairwise(turns):
+            found[turn] = dataclasses.replace(found[turn], answer=self._answer(found[turn], found[following]))
+        return last, last_at
+
+    def _blocks(self, request: WekaRequest) -> tuple[int, ...]:
+        names, scope = self._names, self._scope
+        ids = [names.setdefault((scope, one), len(names)) for one in request.hash_ids]
+        return split_blocks(ids, self._conversation.block_size, self._block_size, request.input_length)
+
+    def _answer(self, turn: Arrival, following: Arrival) -> tuple[int, ...]:
+        """Return the blocks that the answer fills, as far as the next prompt tells them."""
+        held = len(turn.blocks)
+        if following.blocks[:held] != turn.blocks:
+            return ()
+        return following.blocks[held : (turn.tokens + turn.output_tokens) // self._block_size]
 
 
 class _Fields:

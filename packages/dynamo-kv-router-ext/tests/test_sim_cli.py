@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kv-router-sim`: what it prints and writes, that it is deterministic, and faults by option and value."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynamo_kv_router_ext import load_profile
+from dynamo_kv_router_ext.sim.cli import main
+from dynamo_kv_router_ext.sim.scenario import POLICIES, ScenarioError, drifting_speed, read_fleet
+from dynamo_kv_router_ext.sim.traces import (
+    MooncakeRequest,
+    WekaConversation,
+    WekaRequest,
+    write_mooncake,
+    write_weka,
+)
+
+FLEET = ["--prefill", "2", "--decode", "1"]
+TIMING = ["--timing", "profile:mocker"]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Forty requests in ten families that share two blocks of 512 tokens."""
+    file = tmp_path / "trace.jsonl"
+    write_mooncake(
+        file,
+        (
+            MooncakeRequest(100.0 * number, 1500, 20, (number % 10, 100 + number % 10, 1000 + number))
+            for number in range(40)
+        ),
+    )
+    return str(file)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    """A fleet file with all that it may hold."""
+    file = tmp_path / "fleet.json"
+    pools = [
+        {"role": "prefill", "name": "reader", "count": 2, "capacity_tokens": 20_000, "host_tokens": 40_000},
+        {"role": "decode", "ranks": 2, "capacity_tokens": 50_000, "speed": [[0, 1.0], [2, 0.5]]},
+    ]
+    faults = [{"worker": "reader-1", "kind": "slow", "start_s": 1, "stop_s": 3}]
+    transfer = {"latency_s": 0.001, "token_s": 1e-6}
+    file.write_text(json.dumps({"pools": pools, "transfer": transfer, "store_tokens": 100_000, "faults": faults}))
+    return file
+
+
+def test_every_policy_is_shown_and_written(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, figures = tmp_path / "report.html", tmp_path / "figures.json"
+    given = ["run", "--trace", trace, *FLEET, *TIMING, "--html", str(report), "--json", str(figures)]
+    assert main(given) == 0
+    shown = capsys.readouterr().out
+    written = json.loads(figures.read_text())
+    assert list(written["policies"]) == list(POLICIES)
+    for policy in POLICIES:
+        assert any(line.startswith(policy) for line in shown.splitlines())
+        assert policy in report.read_text()
+        assert written["policies"][policy]["answered"] == 40
+        assert written["policies"][policy]["failed"] == 0
+    assert written["policies"]["ours"]["hit_device"] > 0
+    assert "trace.jsonl, 40 requests" in shown
+
+
+def test_the_same_input_gives_the_same_output(trace: str, tmp_path: Path) -> None:
+    written = []
+    for number in (1, 2):
+        files = tmp_path / f"{number}.html", tmp_path / f"{number}.json"
+        given = ["run", "--trace", trace, *FLEET, *TIMING, "--speed-spread", "0.3", "--seed", "7"]
+        given += ["--html", str(files[0]), "--json", str(files[1])]
+        code = f"from dynamo_kv_router_ext.sim.cli import main; main({given!r})"
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+        written.append([file.read_bytes() for file in files])
+    assert written[0] == written[1]
+
+
+def test_a_fleet_file_is_simulated(trace: str, fleet: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--trace", trace, "--fleet", str(fleet), *TIMING, "--policy", "ours"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 prefill, 20000 tokens, 1 decode of 2 ranks, 50000 tokens" in shown
+
+
+def test_settings_reach_a_policy(trace: str, tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    policies = ["dynamo", "dynamo:overlap_credit=0", "ours:others_weight=0.5,token_weight=0"]
+    given = ["run", "--trace", trace, *FLEET, *TIMING, "--json", str(figures)]
+    assert main([*given, *(word for policy in policies for word in ("--policy", policy))]) == 0
+    found = json.loads(figures.read_text())["policies"]
+    assert list(found) == policies
+    assert found["dynamo:overlap_credit=0"]["hit_device"] < found["dynamo"]["hit_device"]
+
+
+def test_conversations_wait_for_their_answers(tmp_path: Path) -> None:
+    turns = tuple(
+        WekaRequest(
+            t=10.0 * turn,
+            type="n",
+            model="m",
+            input_length=640 * (turn + 1),
+            output_length=64,
+            hash_ids=tuple(range(10 * (turn + 1))),
+            think_time=1.0,
+        )
+        for turn in range(3)
+    )
+    write_weka(tmp_path / "one.json", [WekaConversation(id="c", requests=turns)])
+    figures = tmp_path / "figures.json"
+    given = ["run", "--trace", str(tmp_path / "one.json"), "--format", "weka", "--both", "2", *TIMING]
+    assert main([*given, "--policy", "ours", "--json", str(figures)]) == 0
+    found = json.loads(figures.read_text())["policies"]["ours"]
+    assert found["answered"] == 3
+    assert found["hit_device"] == pytest.approx((640 + 1280) / (640 + 1280 + 1920), abs=0.05)
+
+
+def test_explain_shows_each_candidate_and_its_terms(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--trace", trace, *FLEET, *TIMING, "--request", "request-12"]) == 0
+    shown = capsys.readouterr().out
+    assert "request-12, prefill, at " in shown
+    assert "request-12, decode, at " in shown
+    assert {"prefill-0", "prefill-1", "decode-0"} <= set(shown.split())
+    assert "1024" in shown  # the family's blocks, cached by request-2
+
+
+def test_a_fitted_profile_can_be_used(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mine.json"
+    assert main(["fit", "--timing", "profile:mocker", "--name", "mine", "--out", str(out)]) == 0
+    assert "mine" in capsys.readouterr().out
+    fitted, known = load_profile(out), load_profile("mocker")
+    assert fitted.name == "mine"
+    assert fitted.prefill_s(4096, 0, 8192) == pytest.approx(known.prefill_s(4096, 0, 8192), rel=0.05)
+    assert main(["run", "--trace", trace, *FLEET, *TIMING, "--profile", str(out), "--policy", "ours"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--trace", "none.jsonl"], "--trace none.jsonl: No such file"),
+        (["--timing", "profile:none"], "--timing profile:none: "),
+        (["--timing", "sundial"], "--timing sundial: 'sundial' is no timing"),
+        (["--timing", "ais:model"], "--timing ais:model: "),
+        (["--profile", "none"], "--profile none: "),
+        (["--policy", "mine"], "--policy mine: 'mine' is no policy: round-robin, least-loaded, dynamo, ours"),
+        (["--policy", "ours:weight=1"], "--policy ours:weight=1: Object contains unknown field `weight`"),
+        (["--policy", "ours:others_weight=-1"], "others_weight must be a finite number of at least 0"),
+        (["--policy", "dynamo:credit=1"], "unknown setting 'credit'"),
+        (["--policy", "dynamo:overlap_credit=x"], "--policy dynamo:overlap_credit=x: "),
+        (["--policy", "dynamo:overlap_credit"], "NAME=VALUE was expected, not 'overlap_credit'"),
+        (["--policy", "round-robin:a=1"], "--policy round-robin:a=1: "),
+        (["--policy", "ours", "--policy", "ours"], "--policy ours: given twice"),
+        (["--both", "2"], "--prefill, --decode, --both "),
+        (["--fleet", "none.json"], "--fleet none.json: and --prefill: one of the two"),
+        (["--block-size", "48"], "--trace "),
+        (["--speed-spread", "1.5"], "--speed-spread 1.5: "),
+        (["--html", "none/report.html"], "--html none/report.html: "),
+        (["--json", "."], "--json .: "),
+    ],
+)
+def test_a_fault_names_the_option_and_the_value(
+    trace: str, change: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "--trace", trace, *FLEET, *TIMING, *change]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert not shown.out
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--speedup", "0"), ("--limit", "0"), ("--every", "-1"), ("--prefill", "x"), ("--format", "f")],
+)
+def test_a_number_that_cannot_be_is_refused(
+    trace: str, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["run", "--trace", trace, *FLEET, *TIMING, option, value])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert option in said
+    assert value in said
+
+
+def test_an_unknown_request_is_named(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--trace", trace, *FLEET, *TIMING, "--request", "nobody"]) == 2
+    assert "--request nobody: not in " in capsys.readouterr().err
+    assert main(["explain", "--trace", trace, *FLEET, *TIMING, "--request", "request-1", "--policy", "dynamo"]) == 2
+    assert "--policy dynamo: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "fleet.json: "),
+        ('{"pools": [], "size": 1}', "size"),
+        ('{"pools": [{"role": "reader"}]}', r"\$\.pools\[0\]\.role"),
+        ('{"pools": [{"role": "both", "ranks": "two"}]}', r"\$\.pools\[0\]\.ranks"),
+        ('{"pools": [{"role": "both"}], "faults": [{"worker": "both-0", "kind": "fire", "start_s": 1}]}', "kind"),
+    ],
+)
+def test_a_fault_in_a_fleet_file_is_named_by_its_field(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "fleet.json"
+    file.write_text(text)
+    with pytest.raises(ScenarioError, match=said):
+        read_fleet(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"pools": [{"role": "both", "count": 0}]}, "count of the pool 'both' must be at least 1, not 0"),
+        ({"pools": [{"role": "both", "ranks": 0}]}, "ranks must be"),
+        ({"pools": [{"role": "both", "speed": 0.0}]}, "speed of both-0 must be above 0"),
+        ({"pools": [{"role": "both"}, {"role": "both"}]}, "two workers are called 'both-0'"),
+        ({"pools": [{"role": "both"}], "faults": [{"worker": "x", "kind": "die", "start_s": 1}]}, "worker 'x'"),
+        ({"pools": [{"role": "prefill"}]}, "not prefill"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_refused(
+    trace: str, tmp_path: Path, change: object, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "fleet.json"
+    file.write_text(json.dumps(change))
+    assert main(["run", "--trace", trace, "--fleet", str(file), *TIMING]) == 2
+    assert f"--fleet {file}: " in (shown := capsys.readouterr().err)
+    assert said in shown
+
+
+def test_speeds_drift_within_their_bounds() -> None:
+    walk = drifting_speed("a", 0.3, until_s=3600, every_s=10)
+    assert (
+        walk == drifting_speed("a", 0.3, until_s=3600, every_s=10) != drifting_speed("b", 0.3, until_s=3600, every_s=10)
+    )
+    assert [at for at, _ in walk] == [10.0 * number for number in range(360)]
+    factors = [factor for _, factor in walk]
+    assert 0.7 <= min(factors) < max(factors) <= 1.3
+    assert len(set(factors)) == 360
+    with pytest.raises(ScenarioError, match=r"not 1\.5"):
+        drifting_speed("a", 1.5)
+
+
+def test_the_package_does_not_load_the_simulator() -> None:
+    loaded = "[one for one in sys.modules if one.startswith('dynamo_kv_router_ext.sim')]"
+    code = f"import sys, dynamo_kv_router_ext; print(*{loaded})"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == ""
