@@ -28,6 +28,9 @@ TEST_TOOLS = [
     "trustme>=1",  # certificates of a server in a test
     "matplotlib>=3.8",  # the plots in a simulator's report
 ]
+#: Times of GB200 engines for the router's simulator. Dynamo's 1.6.1 binary speaks this build's schema alone, and of what it
+#: requires the simulator needs nothing.
+TIMES = ["--no-deps", "aisimulate==0.13.0.dev202610130000000070; python_version >= '3.11'"]
 #: The tests that need no torch. Dynamo's own frontend and mock engines are in the environment too.
 LIGHT_TESTS = [
     "packages",
@@ -152,6 +155,7 @@ def build(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit tests of every package; the launcher before Dynamo's real frontend and mock engines. No torch."""
     session.install(*TEST_TOOLS, *(part for package in PACKAGES for part in ("-e", str(package))), silent=True)
+    session.install(*TIMES, silent=True)
     session.run("serving-stack", "install", "--profile", "mocker")
     session.run("pytest", *PYTEST, *LIGHT_TESTS, *session.posargs)
 
@@ -203,6 +207,8 @@ def upstreams(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Run a benchmark: `nox -s bench -- NAME [--json FILE] [--quick]`; without a name, list them."""
     python = str(_stack(session) / "python") if session.posargs else sys.executable
+    if session.posargs[:1] == ["router"]:
+        session.run(python, "-m", "pip", "install", "-q", *TIMES)
     session.run(python, "-m", "support.bench", *session.posargs, env={"PYTHONPATH": "tests"})
 
 

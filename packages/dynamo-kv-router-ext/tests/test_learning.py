@@ -112,6 +112,26 @@ def test_a_slow_worker_is_told_from_the_others() -> None:
     assert estimator.prefill_s(3, 8000, 0, CHUNK) == pytest.approx(usual, rel=0.05)
 
 
+def test_a_worker_that_is_not_measured_any_more_comes_back_to_the_median() -> None:
+    estimator = Estimator(TRUTH)
+    for now in range(60):
+        for worker, slowness in (("slow", 3.0), ("a", 1.0), ("b", 1.0)):
+            seconds = slowness * TRUTH.prefill_s(4000, 0, CHUNK)
+            estimator.saw_prefill(worker, 4000, 0, CHUNK, seconds, float(now))
+        estimator.settle(float(now))
+    before = estimator.prefill_s("slow", 4000, 0, CHUNK)
+    assert before > 2 * estimator.prefill_s("a", 4000, 0, CHUNK)
+    for now in range(60, 100):
+        estimator.settle(float(now))
+    assert estimator.prefill_s("slow", 4000, 0, CHUNK) == before
+    for now in range(100, 700):
+        estimator.saw_prefill("a", 4000, 0, CHUNK, TRUTH.prefill_s(4000, 0, CHUNK), float(now))
+        estimator.settle(float(now))
+    assert estimator.prefill_s("slow", 4000, 0, CHUNK) == pytest.approx(
+        estimator.prefill_s("a", 4000, 0, CHUNK), rel=0.05
+    )
+
+
 def test_what_one_kind_of_step_shows_of_a_worker_counts_for_the_other() -> None:
     estimator = Estimator(TRUTH)
     for step in range(400):

@@ -317,8 +317,9 @@ def test_a_worker_that_hangs_is_put_out_and_probed() -> None:
         if decision.worker == 0:
             notes.add(decision.note)
         placer.prefilled(f"r{i}", now + 0.9)
-    assert notes == {"probe", ""}
+    assert "probe" in notes
     assert placer.health.state(0, now) == "in"
+    assert placer.health.risk(0, now) == 0.0
 
 
 def test_the_last_one_is_asked_anyway() -> None:
@@ -366,19 +367,6 @@ def test_settings_are_read_strictly() -> None:
         msgspec.json.decode(b'{"other": 0.5}', type=Settings)
     with pytest.raises(ValueError, match="block_size must be at least 1, not 0"):
         Placer(PROFILE, block_size=0)
-
-
-def test_a_seat_gets_no_more_sessions_than_its_cache_holds() -> None:
-    placer = fleet(2, capacity_tokens=400_000)
-    placer.stored(0, 0, "device", prompt("shared", 6400).blocks)
-    on: Any = [0, 0]
-    for i in range(4):
-        blocks = [*prompt("shared", 6400).blocks, *prompt("own", 143_600, family=i + 1).blocks]
-        now = 30.0 * i
-        worker = placer.place(Request(f"r{i}", 150_000, blocks, session=f"s{i}"), "prefill", now).worker
-        placer.prefilled(f"r{i}", now + 20.0)
-        on[worker] += 1
-    assert on == [2, 2]
 
 
 def test_what_leaves_the_device_meanwhile_may_be_fetched() -> None:

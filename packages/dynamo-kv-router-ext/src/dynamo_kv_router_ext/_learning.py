@@ -37,6 +37,8 @@ _SHAPE_WANDER = 0.05**2 / 300.0
 #: The same for a worker's slowness: 30 % in five minutes.
 _SPEED_START = 0.35
 _SPEED_WANDER = 0.3**2 / 300.0
+#: A worker that was not measured for so many seconds comes back to the fleet's median, with this time constant.
+_STALE_S = 60.0
 
 
 class _Shape:
@@ -108,13 +110,14 @@ class _Speed:
 class _Speeds:
     """The slowness of each worker that was measured; of any other one, the median of these."""
 
-    __slots__ = ("_median", "_speeds", "factors")
+    __slots__ = ("_median", "_settled", "_speeds", "factors")
 
     def __init__(self) -> None:
         self._speeds: dict[WorkerId, _Speed] = {}
         #: By worker: what the shape's value is multiplied by.
         self.factors: dict[WorkerId, float] = {}
         self._median: float | None = 1.0
+        self._settled = 0.0
 
     def usual(self) -> float:
         """Return the factor of a worker that was not measured yet."""
@@ -134,6 +137,17 @@ class _Speeds:
         speed.learn(innovation, now)
         self.factors[worker] = math.exp(speed.log)
         self._median = None
+
+    def settle(self, now: float) -> None:
+        """Let workers that were not measured for long come back to the median, or a slow one might never be asked."""
+        keep = math.exp(min(self._settled - now, 0.0) / _STALE_S)
+        self._settled = max(now, self._settled)
+        usual = math.log(self.usual())
+        for worker, speed in self._speeds.items():
+            if now - speed.now > _STALE_S:
+                speed.log = usual + keep * (speed.log - usual)
+                self.factors[worker] = math.exp(speed.log)
+                self._median = None
 
     def forget(self, worker: WorkerId) -> None:
         """Drop what is known of a worker."""
@@ -218,6 +232,11 @@ class Estimator:
     def saw_transfer(self, worker: WorkerId, tokens: int, seconds: float, now: float) -> None:
         """Learn that `worker` took `seconds` to pull `tokens` from another worker."""
         self._learn(self._transfer, self._links, worker, (min(tokens, 1), tokens), seconds, now)
+
+    def settle(self, now: float) -> None:
+        """Let what was learned of a worker fade where nothing was measured for a minute; call it now and then."""
+        self._steps.settle(now)
+        self._links.settle(now)
 
     def forget(self, worker: WorkerId) -> None:
         """Forget a worker's own factors; what it taught about the fleet stays. Unknown ones are no error."""

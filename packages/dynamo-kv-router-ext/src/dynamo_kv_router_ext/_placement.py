@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement in units of time: what a request waits, fetches and works at each candidate, and takes from others.
 
-A seat's queue is followed step by step, as an engine with a chunk budget takes it: first come, first served, as many
-tokens a step as the budget allows, of several prompts if need be, and each prompt is through at the end of its last
-step. `prefilled` tells when a step ended and sets the model right; between such steps it goes by the estimates.
+A seat's queue is first come, first served: it is busy for the expected seconds of the prompts booked there, less what
+has run since the last one was through. An engine lets several prompts share a step; `prefilled` sets that right.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from ._types import (
 
 __all__ = ["Load", "Placer", "Settings"]
 
-#: The least share of a step that is taken to remain, however long it has run.
-_STEP_SHARE = 0.05
+#: The least share of a prompt's work that is taken to remain, however long it has run.
+_LEAST_SHARE = 0.05
 #: Late work is expected to last on for this share of its lateness, so a stalled worker never looks idle.
 _LATE_SHARE = 0.5
 #: The pool's utilisation is bounded here, since rho / (1 - rho) has a pole at 1.
 _UTILISATION_CAP = 0.9
-#: A session that has not come back after so many times the mean counts as ended, for what a seat has to hold.
-_RETURNS = 4.0
+#: What booked prompts will leave in the cache is known by every so manieth of their blocks.
+_STRIDE = 16
 #: A measurement of prefill ends with an idle seat or after so many chunks of prompts, whichever comes first.
 _SAMPLE_CHUNKS = 4
 #: The least seconds between two measurements of decode at one seat.
@@ -53,11 +52,10 @@ _DECODE_SAMPLE_S = 0.25
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What can be set about the placement; the defaults follow from theory or hold across the benchmark's traces."""
+    """What can be set about the placement."""
 
-    #: How much the time that a placement takes from other requests counts; 1 is the price of an M/G/1 queue whose
-    #: arrivals never adapt; half of it holds best across traces, since later ones go elsewhere.
-    others_weight: float = 0.5
+    #: How much the time that a placement takes from other requests counts; 1 is the price in an M/G/1 queue.
+    others_weight: float = 1.0
     #: Seconds of time to first token that one second of generation time is worth.
     token_weight: float = 0.2
     #: Seconds of memory of the arrival rate and the load.
@@ -99,12 +97,12 @@ class _Flow:
         self.at = 0.0
         self.since: float | None = None
 
-    def arrived(self, work_s: float, now: float) -> None:
-        """One more request, that takes `work_s` of a seat."""
+    def arrived(self, count: float, work_s: float, now: float) -> None:
+        """One more request, or a part of one, that takes `work_s` of a seat."""
         if self.since is None:
             self.since = now
         keep = math.exp((self.at - now) / self.window_s) if now > self.at else 1.0
-        self.count = self.count * keep + 1.0
+        self.count = self.count * keep + count
         self.work_s = self.work_s * keep + work_s
         self.at = now
 
@@ -135,16 +133,13 @@ class _Booking:
     cached: int = 0
     #: Expected seconds of the seat that reading the prompt takes.
     service_s: float = 0.0
-    #: Of these, what has been read or is in the present step.
-    read: int = 0
-    read_s: float = 0.0
     #: The tier and the tokens that it fetches, if from one tier and by an idle link.
     fetched: tuple[ExternalTier, int] | None = None
     #: When its fetched blocks are there.
     ready_at: float = 0.0
     #: The seat was idle when it was booked.
     alone: bool = False
-    #: Prefix marks that say the prompt is soon cached at the seat.
+    #: Every `_STRIDE`-th block of the prompt: what it will leave in the cache.
     marks: Sequence[int] = ()
     #: KV that it holds, tokens.
     resident: int = 0
@@ -161,27 +156,16 @@ class _Seat:
 
     name: Seat
     worker: _Worker
-    #: Prompts that come to it.
-    flow: _Flow
+    #: What comes back to it for the sake of its cache.
+    returning: _Flow
     #: Where it stands in the index's lists.
     place: int = 0
     #: Prompts to read, first come first; and their seconds and tokens.
     queue: dict[str, _Booking] = field(default_factory=dict)
     queue_s: float = 0.0
     queue_tokens: int = 0
-    #: What of that has been read or is in the present step.
-    read_s: float = 0.0
-    read_tokens: int = 0
-    #: When the present step began, or the next one may; how long it is expected to last; whether a prompt ends with it.
-    step_at: float = 0.0
-    step_s: float = 0.0
-    stepping: bool = False
-    ends: bool = False
-    #: Blocks that its device caches, by its events.
-    held: int = 0
-    #: Sessions that came by lately, the least recent first: their tokens and when; and the sum of the tokens.
-    live: dict[str, tuple[int, float]] = field(default_factory=dict)
-    live_tokens: int = 0
+    #: Since when the first of them is being read.
+    head_at: float = 0.0
     #: Until when the link that fetches blocks is busy.
     link_until: float = 0.0
     #: Sequences that generate, and their KV.
@@ -226,64 +210,18 @@ class _Pool:
     def __init__(self, window_s: float) -> None:
         self.workers: dict[WorkerId, _Worker] = {}
         self.seats: list[_Seat] = []
-        self.flow = _Flow(window_s)
-        #: Running means: the time to first token, and the share of a prompt that was cached.
-        self.first_token_s = 0.0
-        self.reuse = 0.0
+        #: What may come to any seat: the parts of prompts that no cache holds.
+        self.fresh = _Flow(window_s)
+        #: Running mean of the expected time to first token.
+        self.first_token_s: float | None = None
 
-    def arrived(self, terms: Terms, reuse: float, now: float) -> None:
-        """One more request was placed."""
-        if self.flow.since is None:
+    def arrived(self, seat: _Seat, cached: float, terms: Terms, now: float) -> None:
+        """One more request was placed, the share `cached` of whose prompt need not be read."""
+        if self.first_token_s is None:
             self.first_token_s = terms.first_token_s
         self.first_token_s += 0.05 * (terms.first_token_s - self.first_token_s)
-        self.reuse += 0.02 * (reuse - self.reuse)
-        self.flow.arrived(terms.work_s, now)
-
-
-class _Soon:
-    """Prefixes that booked prompts will leave at their seats, known by marks on some of their blocks.
-
-    Every block of the first 32 is a mark, and every 16th after them; a prefix counts up to its last mark.
-    """
-
-    def __init__(self) -> None:
-        self._marks: dict[int, dict[_Seat, int]] = {}
-
-    @staticmethod
-    def marks(blocks: Sequence[int]) -> list[int]:
-        return [*blocks[:32], *blocks[47::16]]
-
-    def add(self, marks: Sequence[int], seat: _Seat) -> None:
-        for mark in marks:
-            seats = self._marks.get(mark)
-            if seats is None:
-                self._marks[mark] = {seat: 1}
-            else:
-                seats[seat] = seats.get(seat, 0) + 1
-
-    def drop(self, marks: Sequence[int], seat: _Seat) -> None:
-        for mark in marks:
-            seats = self._marks[mark]
-            if seats[seat] > 1:
-                seats[seat] -= 1
-            elif len(seats) > 1:
-                del seats[seat]
-            else:
-                del self._marks[mark]
-
-    def match(self, marks: Sequence[int]) -> dict[_Seat, int]:
-        """Blocks of the prefix that each seat will hold; seats that will hold none are absent."""
-        found = 0
-        for mark in marks:
-            if mark not in self._marks:
-                break
-            found += 1
-        depth: dict[_Seat, int] = {}
-        for i in range(found - 1, -1, -1):
-            for seat in self._marks[marks[i]]:
-                if seat not in depth:
-                    depth[seat] = i + 1 if i < 32 else 48 + 16 * (i - 32)
-        return depth
+        seat.returning.arrived(cached, cached * terms.work_s, now)
+        self.fresh.arrived(1.0 - cached, (1.0 - cached) * terms.work_s, now)
 
 
 #: (cost, wait, fetch, work, first token, token, others, risk, device tokens, host, disk, store tokens fetched, whether
@@ -309,6 +247,8 @@ class Placer:
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {block_size!r}")
+        if index is not None and index.seats:
+            raise ValueError(f"the index must be empty, but it knows {len(index.seats)} seats")
         self.settings = settings if settings is not None else Settings()
         self.block_size = block_size
         self.index = index if index is not None else PrefixIndex(block_size)
@@ -319,10 +259,8 @@ class Placer:
         self._workers: dict[WorkerId, _Worker] = {}
         self._pools: dict[Role, _Pool] = {role: _Pool(self.settings.load_window_s) for role in ROLES}
         self._booked: dict[Role, dict[str, _Booking]] = {role: {} for role in ROLES}
-        self._soon = _Soon()
+        self._soon = PrefixIndex(block_size * _STRIDE)
         self._turn = 0
-        #: Mean seconds between the turns of a session.
-        self._return_s = self.settings.load_window_s / _RETURNS
 
     # Workers and their caches
 
@@ -335,6 +273,7 @@ class Placer:
             seat = _Seat(Seat(worker.id, rank), state, _Flow(self.settings.load_window_s), area_at=now, alive_at=now)
             state.seats.append(seat)
             self.index.add_seat(seat.name)
+            self._soon.add_seat(seat.name)
         self._workers[worker.id] = state
         pool = self._pools[worker.role]
         pool.workers[worker.id] = state
@@ -353,6 +292,7 @@ class Placer:
                 lost[booking.request] = None
                 self._drop(booking, now)
             self.index.drop_seat(seat.name)
+            self._soon.drop_seat(seat.name)
         pool = self._pools[state.spec.role]
         del pool.workers[worker]
         pool.seats = [seat for other in pool.workers.values() for seat in other.seats]
@@ -367,21 +307,18 @@ class Placer:
         seat = self._seat(worker, rank)
         if seat is not None:
             seat.events = True
-            seat.held += len(blocks) * (tier == "device")
             self.index.stored(seat.name, tier, blocks)
 
     def removed(self, worker: WorkerId, rank: int, tier: Tier, blocks: Sequence[int]) -> None:
         """Blocks left a tier of a rank."""
         seat = self._seat(worker, rank)
         if seat is not None:
-            seat.held = max(seat.held - len(blocks) * (tier == "device"), 0)
             self.index.removed(seat.name, tier, blocks)
 
     def cleared(self, worker: WorkerId, rank: int, tier: Tier | None = None) -> None:
         """A tier of a rank is empty now; None: all of its own."""
         seat = self._seat(worker, rank)
         if seat is not None:
-            seat.held = seat.held if tier not in (None, "device") else 0
             self.index.cleared(seat.name, tier)
 
     def _reorder(self) -> None:
@@ -405,9 +342,9 @@ class Placer:
         if request.id in self._booked[role]:
             raise ValueError(f"request {request.id!r} is booked as {role} already")
         seats = self._candidates(request, role, now)[0]
-        row, seat, output, marks = self._choose(request, role, seats, now, None)
+        row, seat, output = self._choose(request, role, seats, now, None)
         self._turn += 1
-        booking = _Booking(request.id, role, seat, request.tokens, request.session, now, output, marks=marks)
+        booking = _Booking(request.id, role, seat, request.tokens, request.session, now, output)
         terms = _terms(row)
         fetched = sum(terms.fetch_tokens.values())
         if role != "decode":
@@ -415,21 +352,13 @@ class Placer:
             booking.new = request.tokens - booking.cached
             booking.service_s = terms.work_s
             booking.ready_at = now + terms.fetch_s
+            booking.marks = request.blocks[_STRIDE - 1 :: _STRIDE]
             if fetched:
                 if seat.link_until <= now and len(terms.fetch_tokens) == 1:
                     booking.fetched = next(iter(terms.fetch_tokens.items()))
                 seat.link_until = booking.ready_at
         self._book(booking, now)
-        self._pools[role].arrived(terms, (terms.device_tokens + fetched) / request.tokens, now)
-        seat.flow.arrived(terms.work_s, now)
-        if request.session is not None and role != "decode":
-            for other in self._pools[role].seats:
-                if request.session in other.live:
-                    before, at = other.live.pop(request.session)
-                    other.live_tokens -= before
-                    self._return_s += 0.05 * (now - at - self._return_s)
-            seat.live[request.session] = (request.tokens, now)
-            seat.live_tokens += request.tokens
+        self._pools[role].arrived(seat, (terms.device_tokens + fetched) / request.tokens, terms, now)
         note = ""
         if request.session is not None and role != "prefill":
             bound = self.sessions.bound(request.session, now)
@@ -492,25 +421,21 @@ class Placer:
 
     def _choose(
         self, request: Request, role: Role, seats: list[_Seat], now: float, rows: list[tuple[_Row, _Seat]] | None
-    ) -> tuple[_Row, _Seat, float, Sequence[int]]:
-        """The cheapest seat, its row, the expected output and the prompt's marks; every row goes to `rows` if given.
+    ) -> tuple[_Row, _Seat, float]:
+        """The cheapest seat, its row and the expected output; every row goes to `rows` if given.
 
         Ties go to the first seat in an order that moves on by one with each placement.
         """
         matches = self.index.match(request.blocks, now)
+        soon = self._soon.match(request.blocks[_STRIDE - 1 :: _STRIDE], now).device
         pool = self._pools[role]
-        rate, busy = pool.flow.rates(now)
-        pressure = (rate / len(pool.seats), busy / len(pool.seats), pool.reuse)
+        rate, busy = pool.fresh.rates(now)
+        fresh = (rate / len(pool.seats), busy / len(pool.seats))
         output = 1.0
         if role != "prefill":
             output = self.sessions.expected_output(request.session)
             if request.output_tokens is not None:
                 output = min(output, float(request.output_tokens))
-        marks: Sequence[int] = ()
-        soon: dict[_Seat, int] = {}
-        if role != "decode":
-            marks = _Soon.marks(request.blocks)
-            soon = self._soon.match(marks)
         bound = self.sessions.bound(request.session, now) if role != "prefill" and request.session is not None else None
         device, host, disk, store = matches.device, matches.host, matches.disk, matches.store
         size = self.block_size
@@ -530,12 +455,11 @@ class Placer:
                     held = self.sessions.resident(request.session, now)
                 row = self._decode_row(seat, tokens, min(held, tokens), output, now)
             else:
-                ahead = soon.get(seat, 0) * size if soon else 0
                 external = (host[i], disk[i], store[i])
-                if ahead > cached:
-                    external = _beyond(external, ahead // size - device[i])
-                    cached = ahead
-                row = self._prefill_row(seat, tokens, most, min(cached, most), external, now, pressure, request.session)
+                ahead = soon[i] * _STRIDE - device[i]
+                if ahead > 0:
+                    cached, external = soon[i] * _STRIDE * size, _beyond(external, ahead)
+                row = self._prefill_row(seat, tokens, most, min(cached, most), external, now, fresh)
                 if role == "both":
                     row = self._both_row(seat, row, tokens, output, now)
             if seat.worker.doubted:
@@ -545,7 +469,7 @@ class Placer:
             if best is None or row[0] < best[0]:
                 best, winner = row, seat
         assert best is not None
-        return best, winner, output, marks
+        return best, winner, output
 
     def _prefill_row(
         self,
@@ -555,69 +479,55 @@ class Placer:
         cached: int,
         external: tuple[int, int, int],
         now: float,
-        pressure: tuple[float, float, float],
-        session: str | None,
+        fresh: tuple[float, float],
     ) -> _Row:
         """Reading the prompt at a seat: the cut between fetch and recompute that costs least."""
         spec = seat.worker.spec
-        prefill_s = self.estimator.prefill_s
-        backlog, new = 0.0, tokens - cached
-        work, extra = prefill_s(spec.id, new, cached, spec.chunk_tokens), 0.0
-        if seat.queue:
-            self._advance(seat, now)
-            backlog = _backlog(seat, now)
-            extra = work * _shared(seat, new) / new
-        wait = backlog
-        if spec.ranks > 1:
-            wait, work, slower = self._lockstep(seat, new, backlog, work)
-            extra += slower
+        backlog = _backlog(seat, now) if seat.queue else 0.0
         # M/G/1, first come first served: work s behind a backlog u delays those to come by
-        # lambda s (u + s/2) / (1 - rho), the growth of the value function lambda u^2 / (2 (1 - rho)). The rates are the
-        # seat's own and the pool's mean: sessions return to their seat, others may come anywhere.
-        weight = self.settings.others_weight
-        rate, busy = seat.flow.rates(now)
-        share = weight * 0.5 * (rate + pressure[0]) / (1.0 - min(0.5 * (busy + pressure[1]), _UTILISATION_CAP))
-        # What does not fit beside the seat's cache pushes out as much of others', which may be read again then.
-        room = spec.capacity_tokens - seat.held * self.block_size - seat.queue_tokens + seat.read_tokens
-        pushes = weight * pressure[2] / new
-        # Sessions that are under way come back for certain. More than the seat can hold push each other out in turn, so
-        # each of them loses as much as there is too much.
-        lost = 0.0
-        if session is not None:
-            over = seat.live_tokens + tokens - spec.capacity_tokens
-            if over > 0 and session in seat.live:
-                over -= seat.live[session][0]
-            if over > 0:
-                lost = weight * len(seat.live) * prefill_s(spec.id, min(over, tokens), 0, spec.chunk_tokens)
-        others = share * work * (wait + 0.5 * work) + extra + pushes * work * min(max(new - room, 0), new)
-        others += lost
-        first = wait + work
-        best = (first + others, wait, 0.0, work, first, 0.0, others, 0.0, cached, 0, 0, 0, False)
+        # lambda s (u + s/2) / (1 - rho), the growth of the value function lambda u^2 / (2 (1 - rho)). What comes is the
+        # seat's own returning prompts, and its share of those that may go anywhere.
+        rate, busy = seat.returning.rates(now)
+        share = self.settings.others_weight * (rate + fresh[0]) / (1.0 - min(busy + fresh[1], _UTILISATION_CAP))
+        best = self._cut(seat, tokens, cached, (0, 0, 0), backlog, 0.0, share)
         if external == (0, 0, 0) or not self._tiers or cached >= most:
             return best
         size = self.block_size
         fetch = max(seat.link_until - now, 0.0)
-        taken, total = (0, 0, 0), 0
+        taken, total = [0, 0, 0], 0
         for k, tier in enumerate(EXTERNAL_TIERS):
             more = min(external[k] * size, most - cached - total)
             if more <= 0 or tier not in self._tiers:
                 if external[k]:
                     break
                 continue
-            taken = (taken[0] + more * (k == 0), taken[1] + more * (k == 1), taken[2] + more * (k == 2))
+            taken[k] = more
             total += more
             fetch += self.estimator.fetch_s(spec.id, tier, more)
-            rest = tokens - cached - total
-            wait, work = backlog, prefill_s(spec.id, rest, cached + total, spec.chunk_tokens)
-            extra = work * _shared(seat, rest) / rest if seat.queue else 0.0
-            if spec.ranks > 1:
-                wait, work, slower = self._lockstep(seat, rest, backlog, work)
-                extra += slower
-            others = share * work * (wait + 0.5 * work) + extra + lost + pushes * work * min(max(rest - room, 0), new)
-            first = max(wait, fetch) + work
-            if first + others < best[0]:
-                best = (first + others, wait, fetch, work, first, 0.0, others, 0.0, cached, *taken, False)
+            row = self._cut(seat, tokens, cached, (taken[0], taken[1], taken[2]), backlog, fetch, share)
+            if row[0] < best[0]:
+                best = row
         return best if sum(best[9:12]) == total else (*best[:12], True)
+
+    def _cut(
+        self,
+        seat: _Seat,
+        tokens: int,
+        cached: int,
+        taken: tuple[int, int, int],
+        wait: float,
+        fetch: float,
+        share: float,
+    ) -> _Row:
+        """The row in which so many tokens are fetched from each tier, and those behind them read."""
+        spec = seat.worker.spec
+        known = cached + taken[0] + taken[1] + taken[2]
+        work, slower = self.estimator.prefill_s(spec.id, tokens - known, known, spec.chunk_tokens), 0.0
+        if spec.ranks > 1:
+            wait, work, slower = self._lockstep(seat, tokens - known, wait, work)
+        others = share * work * (wait + 0.5 * work) + slower
+        first = max(wait, fetch) + work
+        return (first + others, wait, fetch, work, first, 0.0, others, 0.0, cached, *taken, False)
 
     def _lockstep(self, seat: _Seat, new: int, wait: float, work: float) -> tuple[float, float, float]:
         """Wait, work and what the other ranks lose, where the ranks' steps last as long as the slowest rank's."""
@@ -628,12 +538,12 @@ class Placer:
             worker.step_s = worker.steps = 0.0
             for rank in worker.seats:
                 if rank.queue:
-                    steps = max((rank.queue_tokens - rank.read_tokens) / chunk, 1.0)
+                    steps = max(rank.queue_tokens / chunk, 1.0)
                     worker.steps = max(worker.steps, steps)
-                    worker.step_s = max(worker.step_s, rank.step_s, (rank.queue_s - rank.read_s) / steps)
+                    worker.step_s = max(worker.step_s, rank.queue_s / steps)
         if not worker.steps:
             return wait, work, 0.0
-        own = max((seat.queue_tokens - seat.read_tokens) / chunk, 1.0) if seat.queue else 0.0
+        own = max(seat.queue_tokens / chunk, 1.0) if seat.queue else 0.0
         # An idle rank joins the group's next step: half of the present one is left in the mean.
         wait = max(wait, own * worker.step_s) if seat.queue else 0.5 * worker.step_s
         steps = math.ceil(new / chunk)
@@ -709,7 +619,7 @@ class Placer:
         if risk <= 0.0:
             seat.worker.doubted = False
             return row
-        lost = risk * (row[4] + pool.first_token_s) / max(1.0 - risk, 0.05)
+        lost = risk * (row[4] + (pool.first_token_s or 0.0)) / max(1.0 - risk, 0.05)
         return (row[0] + lost, *row[1:7], lost, *row[8:])
 
     # Bookings
@@ -722,14 +632,13 @@ class Placer:
         if booking.role != "decode":
             if not seat.queue:
                 booking.alone = True
-                seat.step_at = booking.ready_at
-                seat.stepping = False
+                seat.head_at = booking.ready_at
                 seat.sample_at = booking.ready_at
                 seat.sample = []
             seat.queue[booking.request] = booking
             seat.queue_s += booking.service_s
             seat.queue_tokens += booking.new
-            self._soon.add(booking.marks, seat)
+            self._soon.stored(seat.name, "device", booking.marks)
         booking.resident = booking.tokens + (int(booking.output / 2) if booking.role != "prefill" else 0)
         seat.resident += booking.resident
         if booking.role == "decode":
@@ -747,69 +656,21 @@ class Placer:
         seat = booking.seat
         if seat.queue.pop(booking.request, None) is None:
             return False
-        self._soon.drop(booking.marks, seat)
+        self._soon.removed(seat.name, "device", booking.marks)
         seat.queue_tokens -= booking.new
-        seat.read_tokens -= booking.read
-        seat.queue_s -= booking.service_s
-        seat.read_s -= booking.read_s
+        seat.queue_s = seat.queue_s - booking.service_s if seat.queue else 0.0
         seat.prompt_at = now
-        if not seat.queue:
-            seat.queue_s = seat.read_s = 0.0
-            seat.stepping = False
         return True
-
-    def _advance(self, seat: _Seat, now: float) -> None:
-        """Follow the seat's steps up to now; a step that ends a prompt ends when `prefilled` says so."""
-        while seat.queue:
-            if seat.stepping:
-                if seat.ends or now < seat.step_at + seat.step_s:
-                    return
-                seat.step_at += seat.step_s
-                seat.stepping = False
-            # What arrives at the time at which a step begins is still taken into it.
-            if now <= seat.step_at:
-                return
-            spec = seat.worker.spec
-            budget = spec.chunk_tokens
-            step_s = 0.0
-            later = math.inf
-            seat.ends = False
-            for booking in seat.queue.values():
-                if booking.ready_at > seat.step_at:
-                    later = min(later, booking.ready_at)
-                    continue
-                take = min(booking.new - booking.read, budget)
-                if take > 0:
-                    took = self.estimator.prefill_s(spec.id, take, booking.cached + booking.read, spec.chunk_tokens)
-                    step_s += took
-                    budget -= take
-                    booking.read += take
-                    seat.read_tokens += take
-                    through = booking.read == booking.new
-                    added = (
-                        booking.service_s - booking.read_s if through else min(took, booking.service_s - booking.read_s)
-                    )
-                    booking.read_s += added
-                    seat.read_s += added
-                if booking.read == booking.new:
-                    seat.ends = True
-                if not budget:
-                    break
-            if not step_s and not seat.ends:
-                if later > now:
-                    return
-                seat.step_at = later
-                continue
-            seat.step_s = step_s
-            seat.stepping = True
 
     def _drop(self, booking: _Booking, now: float) -> None:
         """End a booking, wherever it stands."""
         seat = booking.seat
         del self._booked[booking.role][booking.request]
-        self._advance(seat, now)
+        head = next(iter(seat.queue), None)
         if self._unqueue(booking, now):
             seat.sample_at = None
+            if head == booking.request:
+                seat.head_at = now
         elif booking.request in seat.running:
             _sum_areas(seat, now)
             del seat.running[booking.request]
@@ -832,8 +693,7 @@ class Placer:
             if booking.alone and seat.sample_at is not None and not seat.sample:
                 seat.sample_at = booking.booked_at + fetch_s
             self.estimator.saw_fetch(seat.name.worker, *booking.fetched, fetch_s, now)
-        self._advance(seat, now)
-        seat.step_at, seat.stepping = now, False
+        seat.head_at = now
         self._unqueue(booking, now)
         self._learn_prefill(booking, now)
         self.health.succeeded(seat.name.worker, now, booking.booked_at)
@@ -962,21 +822,18 @@ class Placer:
             rank.alive_at = now
 
     def tick(self, now: float) -> None:
-        """Look for stalls: a seat that owes something and has given no sign of life for far longer than expected."""
+        """Look for stalls: a seat that owes something and has been silent for far longer than expected. Call it often.
+
+        What was learned of workers that nobody asks any more fades here too.
+        """
+        self.estimator.settle(now)
         for state in self._workers.values():
             for seat in state.seats:
-                while seat.live:
-                    session, (tokens, at) = next(iter(seat.live.items()))
-                    if now - at < min(_RETURNS * self._return_s, self.settings.session_ttl_s):
-                        break
-                    del seat.live[session]
-                    seat.live_tokens -= tokens
                 if seat.queue:
-                    self._advance(seat, now)
                     # What was thought to be cached may not be.
                     head = next(iter(seat.queue.values()))
                     whole = self.estimator.prefill_s(state.spec.id, head.tokens, 0, state.spec.chunk_tokens)
-                    due = max(seat.step_at, seat.alive_at) + self.health.patience(whole)
+                    due = max(seat.head_at, seat.alive_at) + self.health.patience(whole)
                 elif seat.running and seat.reports:
                     due = seat.alive_at + self.health.patience(1.0)
                 elif seat.running:
@@ -1005,34 +862,14 @@ class Placer:
 
 
 def _backlog(seat: _Seat, now: float) -> float:
-    """Seconds of work that a seat with a queue has left, its steps being followed up to now."""
-    left = 0.0
-    if seat.stepping:
-        late = now - seat.step_at - seat.step_s
-        left = max(-late, _STEP_SHARE * seat.step_s, _LATE_SHARE * late)
-    return left + max(seat.queue_s - seat.read_s, 0.0)
-
-
-def _shared(seat: _Seat, new: int) -> float:
-    """How long a prompt of `new` tokens holds up those that end in the step that it joins, in its own tokens.
-
-    An engine fills the last, partly filled step of its queue with the tokens of who comes next.
-    """
-    chunk = seat.worker.spec.chunk_tokens
-    filled = (seat.queue_tokens - seat.read_tokens) % chunk
-    if not filled:
-        return 0.0
-    count, behind = 0, 0
-    for booking in reversed(seat.queue.values()):
-        if behind >= filled:
-            break
-        count += booking.read < booking.new
-        behind += booking.new - booking.read
-    return float(count * min(new, chunk - filled))
+    """Seconds of work that a seat with a queue has left."""
+    head = next(iter(seat.queue.values())).service_s
+    ran = max(now - seat.head_at, 0.0)
+    return max(head - ran, _LEAST_SHARE * head, _LATE_SHARE * (ran - head)) + max(seat.queue_s - head, 0.0)
 
 
 def _beyond(external: tuple[int, int, int], ahead: int) -> tuple[int, int, int]:
-    """Blocks per tier that are left when the first `ahead` blocks need no fetching."""
+    """Blocks per tier that are left when the first `ahead` of them need no fetching."""
     left = []
     for count in external:
         used = min(count, ahead)
