@@ -28,7 +28,7 @@ TEST_TOOLS = [
     "trustme>=1",  # certificates of a server in a test
     "matplotlib>=3.8",  # the plots in a simulator's report
 ]
-#: Times of GB200 engines for the router's simulator. Dynamo's 1.6.1 binary speaks this build's schema alone, and of what it
+#: Times of GB200 engines for the router's simulator, of the build whose schema Dynamo 1.6.1 speaks. Of what that build
 #: requires the simulator needs nothing.
 TIMES = ["--no-deps", "aisimulate==0.13.0.dev202610130000000070; python_version >= '3.11'"]
 #: The tests that need no torch. Dynamo's own frontend and mock engines are in the environment too.

@@ -452,6 +452,14 @@ def test_events_reach_the_policy_late() -> None:
         assert policy.blocks[0][0] == (None if not lag else 3.0)
 
 
+def test_a_fleet_that_idles_for_years_is_simulated_at_once() -> None:
+    policy = Turns()
+    result = run(fleet(worker("w")), arrival("a", 0.5, 30), arrival("b", 9e8, 30), policy=policy)
+    assert result["b"].ttft_s == near(result["a"].ttft_s, 1e-3)
+    with pytest.raises(ValueError, match=r"arrival 'a': at_s 1e\+17 .* at most 1e\+09"):
+        run(fleet(worker("w")), arrival("a", 1e17, 30))
+
+
 def test_tiers_serve_what_the_device_lost() -> None:
     slow = TierCost(latency_s=0.1, token_s=0.0)
     arrivals = (arrival("a", 0.0, 90, 1, 0), arrival("b", 1.0, 90, 1, 100), arrival("c", 2.0, 90, 1, 0))

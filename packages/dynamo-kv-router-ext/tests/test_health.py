@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dynamo_kv_router_ext._health import Health, HealthSettings
 from dynamo_kv_router_ext._placement import Placer
-from dynamo_kv_router_ext._profile import load_profile
+from dynamo_kv_router_ext._profile import DecodeCost, Profile, StepCost, load_profile
 from dynamo_kv_router_ext._types import Role, Worker, WorkerId
 from dynamo_kv_router_ext.sim.fleet import Arrival, Fault, FaultKind, FleetSpec, Result, WorkerSpec, simulate
 from dynamo_kv_router_ext.sim.timing import ProfileTiming
@@ -511,6 +511,62 @@ def test_a_worker_that_stands_still_is_found_and_comes_back(role: Role) -> None:
     assert placer.health.state(f"{role}-0", result.duration_s) == "in"
     caught = [one for one in result.requests if 10.0 <= one.arrival_s < 30.0 and one.ttft_s > 10.0]
     assert len(caught) < 40
+
+
+def off(profile: Profile, factor: float) -> Profile:
+    """The profile with all steps so many times as long."""
+    return msgspec.structs.replace(
+        profile,
+        prefill=StepCost(**{name: value * factor for name, value in msgspec.structs.asdict(profile.prefill).items()}),
+        decode=DecodeCost(**{name: value * factor for name, value in msgspec.structs.asdict(profile.decode).items()}),
+    )
+
+
+@pytest.mark.parametrize("factor", [1 / 8, 1.0, 8.0])
+@pytest.mark.parametrize(
+    ("pools", "capacity", "tokens", "output", "every_s"),
+    [
+        ({"prefill": 4, "decode": 4}, 400_000, 200_000, 300, 5.0),
+        ({"both": 4}, 400_000, 200_000, 300, 8.0),
+        # Decoders are the bottleneck, so that prompts that were read fill the prefill workers.
+        ({"prefill": 6, "decode": 1}, 70_000, 30_000, 1500, 0.5),
+    ],
+)
+def test_nobody_is_put_out_of_a_fleet_that_is_well_but_overloaded(
+    pools: dict[Role, int], capacity: int, tokens: int, output: int, every_s: float, factor: float
+) -> None:
+    """Whatever the profile that the policy starts from."""
+    truth = load_profile("gb200-qwen3-32b-tp1")
+    spec = FleetSpec(
+        tuple(
+            WorkerSpec(Worker(f"{role}-{number}", role, capacity_tokens=capacity), ((0.0, 0.7 + 0.15 * number),))
+            for role, count in pools.items()
+            for number in range(count)
+        ),
+        ProfileTiming(truth),
+        transfer=truth.transfer,
+    )
+    draw = random.Random(0).random
+    arrivals = [Arrival(f"r{n}", (n + draw()) * every_s, tokens, int(2 * output * draw()) + 1) for n in range(60)]
+    placer = Placer(off(truth, factor))
+    result = simulate(spec, arrivals, placer)
+    assert not any(one.error for one in result.requests)
+    assert max(one.ttft_s for one in result.requests) > 60.0  # it was overloaded
+    assert [worker for worker, record in placer.health._records.items() if record.ejections] == []
+
+
+@pytest.mark.parametrize("role", ROLE)
+def test_a_worker_of_long_prompts_comes_back(role: Role) -> None:
+    """Its probe lasts for longer than `probe_s`."""
+    truth = load_profile("gb200-qwen3-32b-tp1")
+    workers = tuple(WorkerSpec(Worker(f"{its}-{number}", its)) for its in ROLE for number in range(4))
+    fault = Fault(f"{role}-0", "raise", 100.0, 300.0)
+    spec = FleetSpec(workers, ProfileTiming(truth), transfer=truth.transfer, faults=(fault,), retries=5)
+    placer = Placer(truth)
+    result = simulate(spec, [Arrival(f"r{n}", 9.0 * n, 200_000, 400) for n in range(100)], placer)
+    assert not any(one.error for one in result.requests)
+    assert sum(one.attempts - 1 for one in result.requests) <= 10
+    assert placer.health.state(f"{role}-0", result.duration_s) == "in"
 
 
 # A fleet under everything at once

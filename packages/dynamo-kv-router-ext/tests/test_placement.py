@@ -9,9 +9,11 @@ import msgspec
 import pytest
 
 from dynamo_kv_router_ext._health import Health, HealthSettings
+from dynamo_kv_router_ext._index import PrefixIndex
 from dynamo_kv_router_ext._placement import Load, Placer, Settings
 from dynamo_kv_router_ext._profile import DecodeCost, Profile, StepCost, TierCost
-from dynamo_kv_router_ext._types import NoWorkerError, Request, Role, Worker
+from dynamo_kv_router_ext._store_tier import StoreTier
+from dynamo_kv_router_ext._types import ROLES, NoWorkerError, Request, Role, Worker
 
 SIZE = 64
 PROFILE = Profile(
@@ -216,6 +218,25 @@ def test_decode_goes_where_its_kv_is_unless_that_costs_more() -> None:
     assert moved.terms.device_tokens == 0
 
 
+def test_a_session_stays_at_a_worker_of_both_roles_that_tells_nothing_of_its_cache() -> None:
+    placer = fleet(3, "both")
+    first = placer.place(Request("a", 50_000, session="s"), "both", 0.0).worker
+    placer.prefilled("a", 6.0)
+    placer.finished("a", 7.0)
+    placer.place(Request("b", 1000), "both", 8.0)
+    again = placer.place(Request("c", 52_000, session="s"), "both", 9.0)
+    assert (again.worker, again.note) == (first, "")
+    assert again.terms.device_tokens >= 50_000
+    # It is left where the wait is longer than reading all of it anew.
+    busy = {placer.place(Request(f"o{i}", 300_000), "both", 9.0).worker: f"o{i}" for i in range(3)}
+    for worker, name in busy.items():
+        if worker != first:
+            placer.cancelled(name, 9.0)
+    moved = placer.place(Request("d", 54_000, session="s"), "both", 9.0)
+    assert (moved.worker != first, moved.note) == (True, f"moved from {first!r}")
+    assert moved.terms.device_tokens == 0
+
+
 def test_decode_trusts_events_more_than_the_session_table() -> None:
     placer = fleet(2, "decode")
     first = placer.place(prompt("a", 6400, session="s"), "decode", 0.0).worker
@@ -311,12 +332,15 @@ def test_a_worker_that_hangs_is_put_out_and_probed() -> None:
     assert placer.health.state(0, now) != "in"
     placer.cancelled("a", now)
     notes = set()
-    for i in range(200):
-        now += 1.0
-        decision = placer.place(prompt(f"r{i}", 8000, family=i + 1), "prefill", now)
-        if decision.worker == 0:
-            notes.add(decision.note)
-        placer.prefilled(f"r{i}", now + 0.9)
+    for i in range(100):
+        now += 2.0
+        names = [f"{name}{i}" for name in "rst"]
+        for name in names:
+            decision = placer.place(prompt(name, 8000, family=3 * i + names.index(name) + 1), "prefill", now)
+            if decision.worker == 0:
+                notes.add(decision.note)
+        for name in names:
+            placer.prefilled(name, now + 0.9)
     assert "probe" in notes
     assert placer.health.state(0, now) == "in"
     assert placer.health.risk(0, now) == 0.0
@@ -376,3 +400,260 @@ def test_what_leaves_the_device_meanwhile_may_be_fetched() -> None:
     decision = placer.place(request, "prefill", 0.0)
     assert decision.terms.fetch_tokens == {}
     assert decision.fetch_tokens == 6400
+
+
+def test_blocks_that_the_store_is_said_to_hold_are_fetched_while_that_is_fresh() -> None:
+    store = StoreTier(fresh_s=30.0)
+    placer = Placer(PROFILE, block_size=SIZE, index=PrefixIndex(SIZE, store))
+    placer.add_worker(Worker(0, "prefill"), 0.0)
+    request = prompt("a", 64_000)
+    found: list[int] = []
+    while found := store.to_ask(request.blocks, 0.0, 8):
+        store.answered(found, [block < 900 for block in found], 0.0)
+    placer.place(prompt("b", 100_000, family=1), "prefill", 0.0)  # to wait for, which is when fetching costs nothing
+    assert terms(placer, request, "prefill", 29.0, 0).fetch_tokens == {"store": 900 * SIZE}
+    decision = placer.place(request, "prefill", 1.0)
+    assert decision.fetch_tokens >= 900 * SIZE
+    assert decision.terms.work_s == pytest.approx(PROFILE.prefill_s(100 * SIZE, 900 * SIZE, 8192))
+    assert terms(placer, prompt("c", 64_000), "prefill", 31.0, 0).fetch_tokens == {}
+
+
+def test_an_index_of_other_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_size is 64, but the index has blocks of 16 tokens"):
+        Placer(PROFILE, block_size=64, index=PrefixIndex(16))
+
+
+def test_a_worker_that_health_knows_already_is_not_half_added() -> None:
+    health = Health()
+    health.add(Worker(0, "prefill"))
+    placer = Placer(PROFILE, health=health)
+    with pytest.raises(ValueError, match="0"):
+        placer.add_worker(Worker(0, "prefill"), 0.0)
+    with pytest.raises(NoWorkerError):
+        placer.place(prompt("a", 10), "prefill", 0.0)
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_prompt_goes_where_it_fits_if_it_fits_anywhere(role: Role) -> None:
+    placer = fleet(1, role, capacity_tokens=10_000)
+    assert placer.place(prompt("a", 20_000), role, 0.0).worker == 0
+    placer.add_worker(Worker(1, role, capacity_tokens=20_000), 0.0)
+    for i in range(5):
+        assert placer.place(prompt(f"r{i}", 20_000), role, 0.0).worker == 1
+    refused = placer.explain(prompt("b", 20_000), role, 0.0).candidates[-1]
+    assert (refused.worker, refused.refused) == (0, "a rank holds 10000 tokens, the prompt has 20000")
+    assert placer.place(prompt("c", 10_000, family=1), role, 0.0).worker == 0
+
+
+def test_events_of_the_store_say_nothing_of_a_decoder_s_device() -> None:
+    placer = fleet(2, "decode")
+    first = placer.place(prompt("a", 6400, session="s"), "decode", 0.0).worker
+    placer.finished("a", 0.0)
+    placer.stored(first, 0, "store", [5])
+    assert terms(placer, prompt("b", 6400, session="s"), "decode", 0.0, first).device_tokens == 6400
+
+
+def test_a_session_s_kv_is_not_counted_on_where_its_request_failed() -> None:
+    placer = fleet(2, "decode")
+    first = placer.place(prompt("a", 6400, session="s"), "decode", 0.0).worker
+    placer.failed("a", "decode", 0.0, "it broke")
+    assert terms(placer, prompt("b", 6400, session="s"), "decode", 0.0, first).device_tokens == 0
+
+
+@pytest.mark.parametrize("extra", [-30, 50])
+def test_more_or_fewer_blocks_than_the_prompt_has_do_no_harm(extra: int) -> None:
+    for role in ROLES:
+        placer = fleet(1, role)
+        blocks = list(range(100 + extra))
+        placer.stored(0, 0, "device", blocks[:90])
+        placer.stored(0, 0, "host", blocks)
+        request = Request("a", 6400, blocks)
+        found = placer.place(request, role, 0.0).terms
+        assert 0 <= found.device_tokens + sum(found.fetch_tokens.values()) <= 6400
+        assert found.device_tokens == min(90, len(blocks)) * SIZE
+        assert placer.finished("a", 1.0)
+        assert placer.load(0) == Load(0, 0.0, 0, 0)
+
+
+def test_time_may_jump_and_even_go_back() -> None:
+    placer = fleet(3, "both")
+    now = 1e6
+    for i, step in enumerate([0.0, 1.0, -5e5, 3.0, 1e6, -1.5e6, 1.0, 1e-9, 40.0] * 4):
+        now += step
+        placer.tick(now)
+        decision = placer.place(prompt(f"r{i}", 6400, session=f"s{i % 3}"), "both", now)
+        assert 0.0 < decision.terms.cost_s < float("inf")
+        if i % 4 == 0:
+            placer.failed(f"r{i}", "both", now, "it broke")
+            continue
+        placer.prefilled(f"r{i}", now + 1.0)
+        placer.progress(f"r{i}", 10, now - 1.0)
+        placer.progress(f"r{i}", 20, now + 2.0)
+        placer.finished(f"r{i}", now + 1.0)
+    assert all(placer.load(name) == Load(0, 0.0, 0, 0) for name in range(3))
+
+
+# Sick workers
+
+
+def test_explain_says_why_a_worker_is_not_asked() -> None:
+    placer = fleet(3)
+    for i in range(3):
+        placer.health.failed(1, float(i), "it broke")
+    placer.health.verdict(2, True, 2.0, 60.0)
+    passed = placer.explain(prompt("a", 100), "prefill", 2.5).candidates[-1]
+    assert passed.refused == placer.health.why(passed.worker, 2.5)
+    assert passed.refused == "out for 4.5 s more (3 failures in a row: it broke)"
+
+
+def test_what_others_tell_health_counts() -> None:
+    placer = fleet(6)
+    placer.health.failed(0, 0.0, "seen elsewhere")
+    placer.health.verdict(1, True, 0.0, 60.0)
+    found = {c.worker: c for c in placer.explain(prompt("a", 8000), "prefill", 0.0).candidates}
+    assert found[0].terms is not None
+    assert found[0].terms.risk_s > 0.5
+    assert found[1].refused == "out for 60.0 s more (verdict from outside)"
+
+
+def test_a_newcomer_starts_slowly_but_starts() -> None:
+    placer = Placer(PROFILE, block_size=SIZE)
+    placer.add_worker(Worker(0, "prefill"), 0.0)
+    for i in range(40):
+        placer.place(prompt(f"r{i}", 8000, family=i), "prefill", float(i))
+        placer.prefilled(f"r{i}", i + PROFILE.prefill_s(8000, 0, 8192))
+    placer.add_worker(Worker(1, "prefill"), 40.0)
+    risks = [terms(placer, prompt("a", 8000), "prefill", now, 1).risk_s for now in (40.0, 60.0, 200.0)]
+    assert risks[0] > risks[1] > risks[2] == 0.0
+    placer.place(prompt("b", 8000), "prefill", 40.0)
+    assert placer.place(prompt("c", 8000, family=99), "prefill", 40.0).worker == 1
+
+
+def test_the_first_token_ends_a_decoder_s_probe() -> None:
+    placer = fleet(2, "decode")
+    for i in range(3):
+        placer.health.failed(0, float(i), "it broke")
+    decision = placer.place(prompt("a", 1000), "decode", 8.0)
+    while decision.worker != 0:
+        decision = placer.place(prompt(f"b{decision.worker}{placer.load(1).sequences}", 1000), "decode", 8.0)
+    assert decision.note == "probe"
+    assert placer.health.state(0, 8.5) == "probing"
+    placer.progress(decision.request, 1, 9.0)
+    assert placer.health.state(0, 9.0) == "in"
+
+
+def test_a_probe_may_last_as_long_as_a_long_prompt_does() -> None:
+    placer = fleet(1)
+    placer.add_worker(Worker(1, "prefill"), 0.0)
+    for i in range(3):
+        placer.health.failed(1, float(i), "it broke")
+    placer.place(prompt("a", 200_000), "prefill", 8.0)
+    decision = placer.place(prompt("b", 200_000, family=1), "prefill", 8.0)
+    assert (decision.worker, decision.note) == (1, "probe")
+    for second in range(9, 60):
+        placer.tick(float(second))
+    assert placer.health.state(1, 60.0) == "probing"
+    placer.prefilled("b", 60.0)
+    assert placer.health.state(1, 60.0) == "in"
+
+
+def test_a_lost_booking_puts_its_worker_out_once() -> None:
+    placer = fleet(3)
+    lost = placer.place(prompt("lost", 800), "prefill", 0.0).worker
+    states = []
+    for second in range(1, 400):
+        placer.tick(float(second))
+        states.append(placer.health.state(lost, float(second)))
+    assert states.count("out") == 5
+
+
+def test_who_does_not_tick_sees_no_stalls() -> None:
+    placer = fleet(3)
+    placer.place(prompt("a", 800), "prefill", 0.0)
+    placer.tick(1.0)
+    placer.tick(500.0)
+    assert placer.health.state(0, 500.0) == "in"
+    for second in range(501, 530):
+        placer.tick(float(second))
+    assert placer.health.state(0, 530.0) != "in"
+
+
+def test_impatient_settings_find_a_stall_with_the_next_ticks() -> None:
+    placer = Placer(PROFILE, health=Health(HealthSettings(stall_min_s=0.0, stall_factor=1.0)))
+    for name in range(3):
+        placer.add_worker(Worker(name, "prefill"), 0.0)
+    worker = placer.place(prompt("a", 800), "prefill", 0.0).worker
+    for second in range(4):
+        placer.tick(float(second))
+    assert placer.health.state(worker, 3.0) == "out"
+
+
+@pytest.mark.parametrize("role", ["decode", "both"])
+def test_a_worker_whose_answers_are_not_reported_does_not_stall(role: Role) -> None:
+    placer = fleet(2, role)
+    placer.place(prompt("a", 800), role, 0.0)
+    placer.prefilled("a", 0.1)
+    for second in range(1, 600):
+        placer.tick(float(second))
+    assert [placer.health.state(name, 600.0) for name in range(2)] == ["in", "in"]
+
+
+def test_a_decoder_that_falls_silent_has_stalled_and_one_that_reports_seldom_has_not() -> None:
+    for every in (1.0, 20.0):
+        placer = fleet(3, "decode")
+        names = {placer.place(prompt(name, 800), "decode", 0.0).worker: name for name in "abc"}
+        silent = 0
+        for second in range(1, 400):
+            for worker, name in names.items():
+                if second % every == 0 and (worker != silent or second <= 100):
+                    placer.progress(name, second * 10, float(second))
+            placer.tick(float(second))
+            if second == 105:
+                assert placer.health.state(silent, 105.0) == "in"
+        assert [placer.health.state(worker, 400.0) == "in" for worker in range(3)] == [False, True, True]
+
+
+def test_a_prefill_worker_whose_prompts_nobody_pulls_does_not_stall() -> None:
+    placer = Placer(PROFILE, block_size=SIZE)
+    for name in ("p", "q"):
+        placer.add_worker(Worker(name, "prefill", capacity_tokens=30_000), 0.0)
+    placer.add_worker(Worker("d", "decode"), 0.0)
+    for i in range(8):
+        source = placer.place(prompt(f"r{i}", 7000, family=i), "prefill", 1.0).worker
+        placer.prefilled(f"r{i}", 2.0)
+        placer.place(prompt(f"r{i}", 7000, family=i, prefill_worker=source), "decode", 2.0)
+    waiting = placer.place(prompt("x", 7000, family=100), "prefill", 2.0).worker
+    for second in range(3, 100):
+        placer.tick(float(second))
+    assert placer.health.state(waiting, 100.0) == "in"
+    for i in range(8):
+        placer.progress(f"r{i}", 1, 100.0)
+    for second in range(100, 200):
+        placer.tick(float(second))
+    assert placer.health.state(waiting, 200.0) != "in"
+
+
+# Ranks in lockstep
+
+
+def test_what_was_true_of_a_group_at_the_last_question_is_not_taken_for_true_now() -> None:
+    placer = Placer(PROFILE, block_size=SIZE)
+    placer.add_worker(Worker(0, "prefill", ranks=2), 0.0)
+    placer.place(prompt("a", 80_000), "prefill", 0.0)
+    assert terms(placer, prompt("b", 800, family=1), "prefill", 0.0, 0, 1).work_s > 0.5
+    placer.prefilled("a", 9.0)
+    found = terms(placer, prompt("b", 800, family=1), "prefill", 9.0, 0, 1)
+    assert (found.wait_s, found.work_s) == (0.0, placer.estimator.prefill_s(0, 800, 0, 8192))
+
+
+@pytest.mark.parametrize("tokens", [500, 6000, 30_000])
+def test_prompts_at_once_are_shared_evenly_among_ranks(tokens: int) -> None:
+    placer = Placer(PROFILE, block_size=SIZE)
+    placer.add_worker(Worker(0, "prefill", ranks=8), 0.0)
+    on = [0] * 8
+    for i in range(64):
+        decision = placer.place(prompt(f"r{i}", tokens, family=i), "prefill", 0.0)
+        on[decision.rank] += 1
+        # No rank has to do more than its share, and a prompt at the group's head is no longer than alone.
+        assert decision.terms.first_token_s < 1.51 * PROFILE.prefill_s(tokens, 0, 8192) * (i // 8 + 1)
+    assert max(on) - min(on) <= 2

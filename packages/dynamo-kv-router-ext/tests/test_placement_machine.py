@@ -120,6 +120,7 @@ class Machine(RuleBasedStateMachine):
         costs = [c.terms.cost_s for c in explanation.candidates if c.terms is not None]
         assert costs == sorted(costs)
         assert all(cost == cost and 0.0 < cost < float("inf") for cost in costs)
+        assert all((c.terms is None) == bool(c.refused) for c in explanation.candidates)
         assert len(explanation.candidates) == sum(w.ranks for w in self.workers.values() if w.role == role)
         assert decision.worker in {w.id for w in living}
         fetched = sum(decision.terms.fetch_tokens.values())

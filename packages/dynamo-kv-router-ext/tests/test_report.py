@@ -143,6 +143,21 @@ def test_a_report_is_one_file_with_plots(tmp_path: Path) -> None:
     assert (tmp_path / "again.html").read_bytes() == file.read_bytes()
 
 
+def test_a_report_of_many_workers_is_small_and_takes_names_as_they_are(tmp_path: Path) -> None:
+    workers = tuple(WorkerSpec(Worker(f"$w^{number}", role="both")) for number in range(200))
+    spec = FleetSpec(workers=workers, timing=SPEC.timing)
+    write_html(tmp_path / "report.html", "many", {}, [Run("some", simulate(spec, ARRIVALS, RoundRobin()))])
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert len(text) < 300_000
+    assert 10 <= len(re.findall(r">\$w\^\d+<", text)) < 50
+
+
+def test_a_report_without_an_answer_is_written(tmp_path: Path) -> None:
+    spec = FleetSpec(workers=(WorkerSpec(Worker("w", role="both", capacity_tokens=640)),), timing=SPEC.timing)
+    write_html(tmp_path / "report.html", "none", {}, [Run("some", simulate(spec, ARRIVALS, RoundRobin()))])
+    assert _Page((tmp_path / "report.html").read_text(encoding="utf-8")).tags.count("svg") == 4
+
+
 def test_a_report_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs a run"):
         write_html(tmp_path / "report.html", "none", {}, [])

@@ -150,14 +150,23 @@ def test_a_fitted_profile_can_be_used(trace: str, tmp_path: Path, capsys: pytest
         (["--policy", "ours:weight=1"], "--policy ours:weight=1: Object contains unknown field `weight`"),
         (["--policy", "ours:others_weight=-1"], "others_weight must be a finite number of at least 0"),
         (["--policy", "dynamo:credit=1"], "unknown setting 'credit'"),
-        (["--policy", "dynamo:overlap_credit=x"], "--policy dynamo:overlap_credit=x: "),
+        (["--policy", "dynamo:overlap_credit=NaN"], "NaN: overlap_credit: Expected `float`, got `str`, 'NaN'"),
+        (["--policy", "dynamo:temperature=true"], "temperature: Expected `float`, got `bool`, True"),
+        (["--policy", "dynamo:block_size=16"], "unknown setting 'block_size'; there are overlap_credit, "),
+        (["--policy", "dynamo:"], "NAME=VALUE was expected, not ''"),
+        (["--timing", "ais:system=gb200"], "--timing ais:system=gb200: model is missing"),
         (["--policy", "dynamo:overlap_credit"], "NAME=VALUE was expected, not 'overlap_credit'"),
         (["--policy", "round-robin:a=1"], "--policy round-robin:a=1: "),
         (["--policy", "ours", "--policy", "ours"], "--policy ours: given twice"),
-        (["--both", "2"], "--prefill, --decode, --both "),
+        (["--both", "2"], "--prefill 2 --decode 1 --both 2: a fleet has "),
+        (["--capacity-tokens", "10"], "--capacity-tokens 10: worker 'prefill-0': 10 tokens hold no block of 64"),
+        (
+            ["--prefill", "99999"],
+            "--prefill 99999 --decode 1: count of the pool 'prefill' must be at least 1, not 99999",
+        ),
         (["--fleet", "none.json"], "--fleet none.json: and --prefill: one of the two"),
         (["--block-size", "48"], "--trace "),
-        (["--speed-spread", "1.5"], "--speed-spread 1.5: "),
+        (["--speedup", "1e-300"], "must be at least 0 and at most 1e+09"),
         (["--html", "none/report.html"], "--html none/report.html: "),
         (["--json", "."], "--json .: "),
     ],
@@ -173,7 +182,14 @@ def test_a_fault_names_the_option_and_the_value(
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--speedup", "0"), ("--limit", "0"), ("--every", "-1"), ("--prefill", "x"), ("--format", "f")],
+    [
+        ("--speedup", "0"),
+        ("--speed-spread", "1.5"),
+        ("--limit", "0"),
+        ("--every", "-1"),
+        ("--prefill", "x"),
+        ("--format", "f"),
+    ],
 )
 def test_a_number_that_cannot_be_is_refused(
     trace: str, option: str, value: str, capsys: pytest.CaptureFixture[str]
@@ -184,6 +200,42 @@ def test_a_number_that_cannot_be_is_refused(
     said = capsys.readouterr().err
     assert option in said
     assert value in said
+
+
+def test_a_file_that_is_read_is_not_written(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = Path(trace).read_bytes()
+    assert main(["run", "--trace", trace, *FLEET, *TIMING, "--json", trace]) == 2
+    assert f"--json {trace}: another option's file" in capsys.readouterr().err
+    assert Path(trace).read_bytes() == before
+
+
+def test_without_matplotlib_a_report_is_refused_before_the_run(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    files = ["--html", str(tmp_path / "report.html"), "--json", str(tmp_path / "figures.json")]
+    assert main(["run", "--trace", trace, *FLEET, *TIMING, *files]) == 2
+    shown = capsys.readouterr()
+    assert "--html " in shown.err
+    assert "dynamo-kv-router-ext[sim]" in shown.err
+    assert not shown.out
+    assert not (tmp_path / "figures.json").exists()
+
+
+def test_why_requests_failed_is_said(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["run", "--trace", trace, *FLEET, *TIMING, "--capacity-tokens", "1000", "--policy", "ours"]
+    assert main(given) == 0
+    assert "ours: 40 failed, the first because: 1500 + 1 tokens do not fit on prefill-" in capsys.readouterr().out
+
+
+def test_the_truth_does_not_depend_on_what_the_policy_believes(trace: str, tmp_path: Path) -> None:
+    found = []
+    for profile in ("mocker", "gb200-qwen3-32b-tp1"):
+        figures = tmp_path / f"{profile}.json"
+        given = ["run", "--trace", trace, *FLEET, *TIMING, "--profile", profile, "--policy", "round-robin"]
+        assert main([*given, "--json", str(figures)]) == 0
+        found.append(json.loads(figures.read_text())["policies"])
+    assert found[0] == found[1]
 
 
 def test_an_unknown_request_is_named(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,10 +267,24 @@ def test_a_fault_in_a_fleet_file_is_named_by_its_field(tmp_path: Path, text: str
     [
         ({"pools": [{"role": "both", "count": 0}]}, "count of the pool 'both' must be at least 1, not 0"),
         ({"pools": [{"role": "both", "ranks": 0}]}, "ranks must be"),
-        ({"pools": [{"role": "both", "speed": 0.0}]}, "speed of both-0 must be above 0"),
+        ({"pools": [{"role": "both", "speed": 0.0}]}, "worker 'both-0': a speed factor must be above 0, not 0.0"),
         ({"pools": [{"role": "both"}, {"role": "both"}]}, "two workers are called 'both-0'"),
         ({"pools": [{"role": "both"}], "faults": [{"worker": "x", "kind": "die", "start_s": 1}]}, "worker 'x'"),
         ({"pools": [{"role": "prefill"}]}, "not prefill"),
+        ({"pools": [{"role": "both"}], "block_size": 0}, "block_size must be above 0, not 0"),
+        ({"pools": [{"role": "both"}], "store_tokens": -1}, "store_tokens must be at least 0, not -1"),
+        ({"pools": [{"role": "both"}], "timeout_s": -1}, "timeout_s must be at least 0, not -1.0"),
+        ({"pools": [{"role": "both", "host_tokens": -1}]}, "worker 'both-0': host_tokens must be at least 0, not -1"),
+        ({"pools": [{"role": "both", "starts_s": -1}]}, "worker 'both-0': starts_s must be at least 0"),
+        ({"pools": [{"role": "both", "speed": [[5, 1], [2, 1]]}]}, "worker 'both-0': speed changes must be in order"),
+        (
+            {"pools": [{"role": "both"}], "faults": [{"worker": "both-0", "kind": "slow", "start_s": 5, "stop_s": 2}]},
+            "fault of 'both-0': it lasts from 5.0 to 2.0",
+        ),
+        (
+            {"pools": [{"role": "both"}], "faults": [{"worker": "both-0", "kind": "slow", "start_s": 1, "factor": 0}]},
+            "fault of 'both-0': factor must be above 0, not 0.0",
+        ),
     ],
 )
 def test_a_fleet_that_cannot_be_is_refused(

@@ -377,8 +377,10 @@ def test_what_left_the_device_while_a_request_waited_is_fetched() -> None:
     again = job("again", 105, first=0, fetch=105)
     engine.submit(again, 1.0)  # half of it is still on the device, and nothing of it anywhere else
     engine.finish()
-    run(engine, 2.0)
-    assert again.fetched or again.hit >= 100
+    assert run(engine, 2.0) == [(near(2.05), {"second": 1})]
+    assert (again.hit, again.fetched) == (50, {"host": 50})
+    fetched(engine)
+    assert [given for _, given in run(engine, 3.0)] == [{"again": 1}]
 
 
 def test_no_more_is_fetched_than_was_decided() -> None:

@@ -122,7 +122,7 @@ def test_a_table_is_interpolated_and_goes_on_beyond_its_rim(tmp_path: Path) -> N
         ({"decode_context_length": np.array([500.0])}, "decode_context_length must hold at least two"),
         ({"prefill_ttft_ms": np.array([1.0, 2.0])}, "prefill_ttft_ms has 2 values for 3 lengths"),
         ({"decode_itl": np.ones((2, 3))}, r"decode_itl must be \(3, 2\), not \(2, 3\)"),
-        ({"decode_itl": np.array(["a", "b"])}, "not a table of timings"),
+        ({"decode_itl": np.array(["a", "b"])}, "not an NPZ file of numbers"),
     ],
 )
 def test_a_bad_table_names_the_array(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -133,12 +133,33 @@ def test_a_bad_table_names_the_array(tmp_path: Path, changes: dict[str, Any], wo
 
 def test_what_is_no_table_says_so(tmp_path: Path) -> None:
     (tmp_path / "text.npz").write_text("no table")
-    for name in ("text.npz", "absent.npz"):
-        with pytest.raises(TimingError, match=f"{name}: not a table"):
+    for name, said in (("text.npz", "not an NPZ file"), ("absent.npz", "No such file")):
+        with pytest.raises(TimingError, match=f"{name}: {said}"):
             TableTiming(tmp_path / name)
     np.save(tmp_path / "array.npy", np.ones(3))
-    with pytest.raises(TimingError, match=r"array\.npy: not a table"):
+    with pytest.raises(TimingError, match=r"array\.npy: not an NPZ file"):
         TableTiming(tmp_path / "array.npy")
+
+
+#: A step of decode that does not rise from 0.
+DECODE: dict[str, Any] = {
+    "decode_active_kv_tokens": [0, 100_000],
+    "decode_context_length": [0, 8192],
+    "decode_itl": [[5.0, 6.0], [10.0, 12.0]],
+}
+
+
+def test_a_table_that_is_extrapolated_to_no_time_is_fitted_where_it_takes_some(tmp_path: Path) -> None:
+    steep = TableTiming(table(tmp_path / "steep.npz", prefill_isl=[1000, 2000], prefill_ttft_ms=[10.0, 30.0], **DECODE))
+    assert steep.step_s([(128, 0)], 0, 0) == 0.0
+    given: dict[str, Any] = {"name": "n", "source": "s.", "transfer": PROFILE.transfer, "tiers": PROFILE.tiers}
+    fitted = fit_profile(steep, **given)
+    assert 0.05 < fitted.prefill_s(8192, 0, 8192) < steep.step_s([(8192, 0)], 0, 0)
+    none = TableTiming(table(tmp_path / "none.npz", prefill_isl=[1000, 2000], prefill_ttft_ms=[0.0, 0.0], **DECODE))
+    with pytest.raises(TimingError, match="take no time"):
+        fit_profile(none, **given)
+    with pytest.raises(TimingError, match="no profile fits this timing: base_s and sequence_s"):
+        fit_profile(TableTiming(table(tmp_path / "table.npz")), **given)
 
 
 def test_a_fit_finds_the_coefficients_of_a_profile() -> None:
@@ -179,7 +200,7 @@ def test_the_profile_of_the_mocker_is_near_its_polynomials() -> None:
 def test_without_aisimulate_one_is_told_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aisimulate_core", None)
     monkeypatch.setitem(sys.modules, "aisimulate_core.sdk", None)
-    with pytest.raises(TimingError, match="pip install aisimulate"):
+    with pytest.raises(TimingError, match=r"pip install --no-deps aisimulate==0\.13"):
         AisTiming("Qwen/Qwen3-32B")
 
 

@@ -137,7 +137,15 @@ def test_a_missing_mooncake_field_is_named(tmp_path: Path, field: str) -> None:
     assert (raised.value.path, raised.value.line, raised.value.field) == (file, 1, field)
 
 
-@pytest.mark.parametrize(("text", "fault"), [("{'a': 1}", "not JSON"), ("[1]", "an object was expected, not a list")])
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("{'a': 1}", "not JSON"),
+        ("[1]", "an object was expected, not a list"),
+        ("[" * 100_000, "cannot be read"),
+        ("1" * 5000, "cannot be read"),
+    ],
+)
 def test_a_line_that_is_no_object_is_named(tmp_path: Path, text: str, fault: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(f"{json.dumps(LINE)}\n{text}\n")
@@ -284,6 +292,12 @@ def test_mooncake_requests_arrive_at_their_times_in_blocks_of_the_fleet(tmp_path
     assert len(set(first.blocks)) == 4
     assert second.blocks == first.blocks[:2]
     assert [one.id for one in arrivals(file, limit=1)] == [first.id]
+
+
+def test_a_trace_with_times_of_day_begins_at_zero(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    write_mooncake(file, [MooncakeRequest(1.75e12 + late, 513, 1, (1, 2)) for late in (2000, 0, 500)])
+    assert [one.at_s for one in arrivals(file)] == [2.0, 0.0, 0.5]
 
 
 def _turn(t: float, tokens: int, ids: range, **more: Any) -> WekaRequest:

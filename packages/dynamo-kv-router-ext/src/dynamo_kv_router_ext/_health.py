@@ -85,6 +85,7 @@ class _Record:
         "outcomes",
         "outcomes_at",
         "probe_at",
+        "probe_until",
         "reason",
         "returned_at",
         "role",
@@ -94,7 +95,7 @@ class _Record:
         "verdict_until",
     )
 
-    def __init__(self, role: Role, order: int, prior_failures: float) -> None:
+    def __init__(self, role: Role, order: int, prior_failures: float, now: float) -> None:
         self.role = role
         #: When it was added, for a lasting order among equals.
         self.order = order
@@ -104,14 +105,15 @@ class _Record:
         #: Failures and all outcomes, decayed to `outcomes_at`.
         self.failures = prior_failures
         self.outcomes = 0.0
-        self.outcomes_at = -math.inf
+        self.outcomes_at = now
         #: How often in succession it was put out, when last, until when (None: it is not out), since when it is back.
         self.ejections = 0
         self.ejected_at = -math.inf
         self.until: float | None = None
         self.returned_at = -math.inf
-        #: When the half-open request was placed; None where there is none.
+        #: When the half-open request was placed, and when it has failed; None where there is none.
         self.probe_at: float | None = None
+        self.probe_until = math.inf
         #: Until when somebody else wants it out; None where nobody does.
         self.verdict_until: float | None = None
         #: Why it was put out.
@@ -138,8 +140,8 @@ class Health:
         #: Records that should be out or half-open by themselves or by a verdict, by role.
         self._wanted: dict[Role, list[_Record]] = {}
 
-    def add(self, worker: Worker) -> None:
-        """Take up a worker: clean, but with the prior's risk.
+    def add(self, worker: Worker, now: float = -math.inf) -> None:
+        """Take up a worker: clean, but with the prior's risk, which fades from `now` on, or from its first outcome.
 
         Raises:
             ValueError: there is one of that name.
@@ -147,7 +149,7 @@ class Health:
         if worker.id in self._records:
             raise ValueError(f"worker {worker.id!r} is known already")
         self._added += 1
-        self._records[worker.id] = _Record(worker.role, self._added, self.settings.prior_failures)
+        self._records[worker.id] = _Record(worker.role, self._added, self.settings.prior_failures, now)
         self._living[worker.role] = self._living.get(worker.role, 0) + 1
 
     def drop(self, worker: WorkerId) -> bool:
@@ -284,8 +286,10 @@ class Health:
         assert record.verdict_until is not None
         return f"out for {record.verdict_until - now:.1f} s more (verdict from outside)"
 
-    def probe(self, worker: WorkerId, now: float) -> bool:
+    def probe(self, worker: WorkerId, now: float, expected_s: float = 0.0) -> bool:
         """Claim a half-open worker's probe for a request that is placed now; false where there is none to claim.
+
+        The request is expected to give its first sign of life within `expected_s`, and may take several times as long.
 
         Raises:
             KeyError: the worker is not known.
@@ -296,6 +300,7 @@ class Health:
         if record.probe_at is not None:
             return False
         record.probe_at = now
+        record.probe_until = now + max(self.settings.probe_s, self.patience(expected_s))
         return True
 
     def admitted(self, workers: Sequence[_Id], now: float) -> list[_Id]:
@@ -327,8 +332,7 @@ class Health:
 
         The larger one of two estimates: r / (r + 1) * e^(-t / window_s), of r failures since the last success, the last
         one t ago; and F / (N + 1), of F failures among N outcomes, each of which counts e^(-age / window_s). F starts
-        at `prior_failures`, which begins to fade with the first outcome. So it falls with time and with successes, and
-        rises with failures at once.
+        at `prior_failures`. So it falls with time and with successes, and rises with failures at once.
 
         Raises:
             KeyError: the worker is not known.
@@ -359,7 +363,7 @@ class Health:
             raise KeyError(f"worker {worker!r} is not known") from None
 
     def _decay(self, since: float, now: float) -> float:
-        return math.exp((since - now) / self.settings.window_s) if since > -math.inf else 1.0
+        return math.exp(min(since - now, 0.0) / self.settings.window_s) if since > -math.inf else 1.0
 
     def _heard(self, worker: WorkerId, now: float, placed: float | None) -> _Record | None:
         """Return the record that an outcome counts for, or None where it counts for none."""
@@ -371,9 +375,9 @@ class Health:
 
     def _settle(self, record: _Record, now: float) -> None:
         """Let a probe without an answer and a verdict past its time be over."""
-        if record.probe_at is not None and now >= record.probe_at + self.settings.probe_s:
+        if record.probe_at is not None and now >= record.probe_until:
             # As of when it was due, so that the state does not depend on when somebody looks.
-            self._eject(record, record.probe_at + self.settings.probe_s, "its probe was not answered")
+            self._eject(record, record.probe_until, "its probe was not answered")
         if record.verdict_until is not None and now >= record.verdict_until:
             record.verdict_until = None
             if record.until is None:

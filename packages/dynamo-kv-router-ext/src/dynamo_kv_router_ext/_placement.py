@@ -7,6 +7,7 @@ has run since the last one was through. An engine lets several prompts share a s
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,12 @@ _STRIDE = 16
 _SAMPLE_CHUNKS = 4
 #: The least seconds between two measurements of decode at one seat.
 _DECODE_SAMPLE_S = 0.25
+#: What was never measured may take so many times as long as the profile says.
+_UNSURE = 8.0
+#: Silence over a gap between two ticks that is longer than this (seconds) is the caller's.
+_GAP_S = 10.0
+#: A prefill worker with more than this share of its KV waiting to be pulled may have no room for the next prompt.
+_FULL_SHARE = 0.9
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -131,7 +138,7 @@ class _Booking:
     #: Prompt tokens to compute, and those that are cached or fetched before them.
     new: int = 0
     cached: int = 0
-    #: Expected seconds of the seat that reading the prompt takes.
+    #: Expected seconds of the seat that reading the prompt takes; for `decode`, pulling its KV.
     service_s: float = 0.0
     #: The tier and the tokens that it fetches, if from one tier and by an idle link.
     fetched: tuple[ExternalTier, int] | None = None
@@ -143,6 +150,8 @@ class _Booking:
     marks: Sequence[int] = ()
     #: KV that it holds, tokens.
     resident: int = 0
+    #: For `decode`: the worker that holds the prompt's KV until it has been pulled; None from the first token on.
+    source: _Worker | None = None
     #: Tokens generated at the last report, when that was, and the seat's areas then.
     generated: int = 0
     reported_at: float = -1.0
@@ -164,6 +173,8 @@ class _Seat:
     queue: dict[str, _Booking] = field(default_factory=dict)
     queue_s: float = 0.0
     queue_tokens: int = 0
+    #: Lockstep: those of these tokens that came after the group's present step began.
+    fresh_tokens: int = 0
     #: Since when the first of them is being read.
     head_at: float = 0.0
     #: Until when the link that fetches blocks is busy.
@@ -184,9 +195,7 @@ class _Seat:
     prompt_at: float = -math.inf
     measured_at: float = -math.inf
     alive_at: float = 0.0
-    #: It reports progress of generation, so silence means something.
-    reports: bool = False
-    #: Cache events came from it, so that the index knows better than the session table what it holds.
+    #: Events of its device's cache came, so that the index knows better than the session table what it holds.
     events: bool = False
 
 
@@ -196,12 +205,20 @@ class _Worker:
 
     spec: Worker
     seats: list[_Seat] = field(default_factory=list)
-    #: Failures or stalls were reported: its risk is worth asking for.
-    doubted: bool = False
-    #: Lockstep: the group's step time and the most steps any rank has booked, and in which decision that was computed.
-    turn: int = -1
-    step_s: float = 0.0
-    steps: float = 0.0
+    #: Tokens of prompts that were read here and that no decoder has pulled yet.
+    held: int = 0
+    #: Lockstep: when the group was last seen to begin a step.
+    step_at: float = 0.0
+    #: Lockstep, for the question `asked`: what is left of the present step; after it, the ranks that read, the longest
+    #: steps first, and by rank what `_parts` says.
+    asked: int = -1
+    present_s: float = 0.0
+    reading: list[_Part] = field(default_factory=list)
+    parts: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
+
+
+#: Seconds a step, steps, rank.
+_Part = tuple[float, float, int]
 
 
 class _Pool:
@@ -214,14 +231,24 @@ class _Pool:
         self.fresh = _Flow(window_s)
         #: Running mean of the expected time to first token.
         self.first_token_s: float | None = None
+        #: The least KV that a rank of it holds.
+        self.capacity_tokens = 0
+        #: Running mean of the time between two reports of a request's progress; None: there are none, so that silence
+        #: means nothing.
+        self.pace_s: float | None = None
 
-    def arrived(self, seat: _Seat, cached: float, terms: Terms, now: float) -> None:
-        """One more request was placed, the share `cached` of whose prompt need not be read."""
+    def changed(self) -> None:
+        """A worker came or left."""
+        self.seats = [seat for worker in self.workers.values() for seat in worker.seats]
+        self.capacity_tokens = min((worker.spec.capacity_tokens for worker in self.workers.values()), default=0)
+
+    def arrived(self, seat: _Seat, cached: float, terms: Terms, work_s: float, now: float) -> None:
+        """One more request was placed, the share `cached` of whose prompt need not be read, with so much work."""
         if self.first_token_s is None:
             self.first_token_s = terms.first_token_s
         self.first_token_s += 0.05 * (terms.first_token_s - self.first_token_s)
-        seat.returning.arrived(cached, cached * terms.work_s, now)
-        self.fresh.arrived(1.0 - cached, (1.0 - cached) * terms.work_s, now)
+        seat.returning.arrived(cached, cached * work_s, now)
+        self.fresh.arrived(1.0 - cached, (1.0 - cached) * work_s, now)
 
 
 #: (cost, wait, fetch, work, first token, token, others, risk, device tokens, host, disk, store tokens fetched, whether
@@ -249,6 +276,8 @@ class Placer:
             raise ValueError(f"block_size must be at least 1, not {block_size!r}")
         if index is not None and index.seats:
             raise ValueError(f"the index must be empty, but it knows {len(index.seats)} seats")
+        if index is not None and index.block_size != block_size:
+            raise ValueError(f"block_size is {block_size}, but the index has blocks of {index.block_size} tokens")
         self.settings = settings if settings is not None else Settings()
         self.block_size = block_size
         self.index = index if index is not None else PrefixIndex(block_size)
@@ -260,7 +289,12 @@ class Placer:
         self._pools: dict[Role, _Pool] = {role: _Pool(self.settings.load_window_s) for role in ROLES}
         self._booked: dict[Role, dict[str, _Booking]] = {role: {} for role in ROLES}
         self._soon = PrefixIndex(block_size * _STRIDE)
+        #: Placements, which ties take turns by, and questions, `explain`'s among them.
         self._turn = 0
+        self._asked = 0
+        #: Running mean of measured over expected time of prompts, at least 1: how far the estimates may be trusted.
+        self._late = _UNSURE
+        self._ticked = -math.inf
 
     # Workers and their caches
 
@@ -268,6 +302,7 @@ class Placer:
         """Let a worker take part; ValueError if one of its name does already."""
         if worker.id in self._workers:
             raise ValueError(f"worker {worker.id!r} is in the fleet already")
+        self.health.add(worker, now)
         state = _Worker(worker)
         for rank in range(worker.ranks):
             seat = _Seat(Seat(worker.id, rank), state, _Flow(self.settings.load_window_s), area_at=now, alive_at=now)
@@ -277,9 +312,8 @@ class Placer:
         self._workers[worker.id] = state
         pool = self._pools[worker.role]
         pool.workers[worker.id] = state
-        pool.seats = [seat for other in pool.workers.values() for seat in other.seats]
+        pool.changed()
         self._reorder()
-        self.health.add(worker)
 
     def remove_worker(self, worker: WorkerId, now: float) -> list[str]:
         """Forget a worker; returns the requests that were booked there. KeyError if it is not in the fleet."""
@@ -295,7 +329,7 @@ class Placer:
             self._soon.drop_seat(seat.name)
         pool = self._pools[state.spec.role]
         del pool.workers[worker]
-        pool.seats = [seat for other in pool.workers.values() for seat in other.seats]
+        pool.changed()
         self._reorder()
         self.sessions.drop_worker(worker)
         self.health.drop(worker)
@@ -306,7 +340,7 @@ class Placer:
         """Blocks came into a tier of a rank. Events of workers that are not in the fleet are ignored."""
         seat = self._seat(worker, rank)
         if seat is not None:
-            seat.events = True
+            seat.events |= tier == "device"
             self.index.stored(seat.name, tier, blocks)
 
     def removed(self, worker: WorkerId, rank: int, tier: Tier, blocks: Sequence[int]) -> None:
@@ -347,10 +381,14 @@ class Placer:
         booking = _Booking(request.id, role, seat, request.tokens, request.session, now, output)
         terms = _terms(row)
         fetched = sum(terms.fetch_tokens.values())
-        if role != "decode":
+        if role == "decode":
+            booking.service_s = terms.work_s
+            booking.source = self._workers.get(request.prefill_worker)
+        else:
             booking.cached = terms.device_tokens + fetched
             booking.new = request.tokens - booking.cached
-            booking.service_s = terms.work_s
+            spec = seat.worker.spec
+            booking.service_s = self.estimator.prefill_s(spec.id, booking.new, booking.cached, spec.chunk_tokens)
             booking.ready_at = now + terms.fetch_s
             booking.marks = request.blocks[_STRIDE - 1 :: _STRIDE]
             if fetched:
@@ -358,19 +396,16 @@ class Placer:
                     booking.fetched = next(iter(terms.fetch_tokens.items()))
                 seat.link_until = booking.ready_at
         self._book(booking, now)
-        self._pools[role].arrived(seat, (terms.device_tokens + fetched) / request.tokens, terms, now)
+        self._pools[role].arrived(seat, (terms.device_tokens + fetched) / request.tokens, terms, booking.service_s, now)
         note = ""
         if request.session is not None and role != "prefill":
             bound = self.sessions.bound(request.session, now)
             if bound is not None and bound != seat.name:
                 note = f"moved from {bound.worker!r}"
             self.sessions.bind(request.session, seat.name, request.tokens, now)
-        state = self.health.state(seat.name.worker, now)
-        if state == "probing":
-            self.health.probe(seat.name.worker, now)
-            note = "probe"
-        elif state == "out":
-            note = "last"
+        if self.health.state(seat.name.worker, now) != "in":
+            probe = self.health.probe(seat.name.worker, now, self._late * terms.first_token_s)
+            note = "probe" if probe else "last"
         # What is on the device now may be in a slower tier when its turn comes, so the bound is only what was refused.
         most = fetched if role == "decode" or row[12] else request.tokens
         return Decision(request.id, role, seat.name.worker, seat.name.rank, terms, most, note)
@@ -408,12 +443,22 @@ class Placer:
                     f"request {request.id!r}: no worker of role {role} is of transfer group {group!r}, as its prefill "
                     f"worker {request.prefill_worker!r} is (others: {', '.join(repr(name) for name in pool.workers)})"
                 )
+        if request.tokens > pool.capacity_tokens:
+            large = {name: state for name, state in states.items() if state.spec.capacity_tokens >= request.tokens}
+            if large:  # else the engine may know better
+                refused += [
+                    (seat, f"a rank holds {state.spec.capacity_tokens} tokens, the prompt has {request.tokens}")
+                    for name, state in states.items()
+                    if name not in large
+                    for seat in state.seats
+                ]
+                states = large
         admitted = self.health.admitted(list(states), now)
         if len(admitted) == len(pool.workers):
             return pool.seats, refused
         allowed = set(admitted)
         refused += [
-            (seat, "out after failures")
+            (seat, self.health.why(seat.name.worker, now))
             for seat in pool.seats
             if seat.name.worker in states and seat.name.worker not in allowed
         ]
@@ -426,6 +471,7 @@ class Placer:
 
         Ties go to the first seat in an order that moves on by one with each placement.
         """
+        self._asked += 1
         matches = self.index.match(request.blocks, now)
         soon = self._soon.match(request.blocks[_STRIDE - 1 :: _STRIDE], now).device
         pool = self._pools[role]
@@ -449,21 +495,21 @@ class Placer:
         for seat in seats[first:] + seats[:first] if first else seats:
             i = seat.place
             cached = device[i] * size
+            if bound is not None and not seat.events and bound == seat.name:
+                cached = self.sessions.resident(request.session, now)
             if role == "decode":
-                held = cached
-                if bound is not None and not seat.events and bound == seat.name:
-                    held = self.sessions.resident(request.session, now)
-                row = self._decode_row(seat, tokens, min(held, tokens), output, now)
+                row = self._decode_row(seat, tokens, min(cached, tokens), output, now)
             else:
                 external = (host[i], disk[i], store[i])
                 ahead = soon[i] * _STRIDE - device[i]
                 if ahead > 0:
-                    cached, external = soon[i] * _STRIDE * size, _beyond(external, ahead)
+                    cached, external = max(cached, soon[i] * _STRIDE * size), _beyond(external, ahead)
                 row = self._prefill_row(seat, tokens, most, min(cached, most), external, now, fresh)
                 if role == "both":
                     row = self._both_row(seat, row, tokens, output, now)
-            if seat.worker.doubted:
-                row = self._with_risk(seat, row, pool, now)
+            risk = self.health.risk(seat.name.worker, now)
+            if risk > 0.0:
+                row = self._with_risk(seat, row, risk, pool, now)
             if rows is not None:
                 rows.append((row, seat))
             if best is None or row[0] < best[0]:
@@ -489,7 +535,7 @@ class Placer:
         # seat's own returning prompts, and its share of those that may go anywhere.
         rate, busy = seat.returning.rates(now)
         share = self.settings.others_weight * (rate + fresh[0]) / (1.0 - min(busy + fresh[1], _UTILISATION_CAP))
-        best = self._cut(seat, tokens, cached, (0, 0, 0), backlog, 0.0, share)
+        best = self._cut(seat, tokens, cached, (0, 0, 0), backlog, 0.0, share, now)
         if external == (0, 0, 0) or not self._tiers or cached >= most:
             return best
         size = self.block_size
@@ -504,7 +550,7 @@ class Placer:
             taken[k] = more
             total += more
             fetch += self.estimator.fetch_s(spec.id, tier, more)
-            row = self._cut(seat, tokens, cached, (taken[0], taken[1], taken[2]), backlog, fetch, share)
+            row = self._cut(seat, tokens, cached, (taken[0], taken[1], taken[2]), backlog, fetch, share, now)
             if row[0] < best[0]:
                 best = row
         return best if sum(best[9:12]) == total else (*best[:12], True)
@@ -518,61 +564,71 @@ class Placer:
         wait: float,
         fetch: float,
         share: float,
+        now: float,
     ) -> _Row:
         """The row in which so many tokens are fetched from each tier, and those behind them read."""
         spec = seat.worker.spec
         known = cached + taken[0] + taken[1] + taken[2]
-        work, slower = self.estimator.prefill_s(spec.id, tokens - known, known, spec.chunk_tokens), 0.0
+        own = work = self.estimator.prefill_s(spec.id, tokens - known, known, spec.chunk_tokens)
+        slower = 0.0
         if spec.ranks > 1:
-            wait, work, slower = self._lockstep(seat, tokens - known, wait, work)
-        others = share * work * (wait + 0.5 * work) + slower
+            wait, work, slower = self._lockstep(seat, tokens - known, own, now)
+        others = share * own * (wait + 0.5 * own) + slower
         first = max(wait, fetch) + work
         return (first + others, wait, fetch, work, first, 0.0, others, 0.0, cached, *taken, False)
 
-    def _lockstep(self, seat: _Seat, new: int, wait: float, work: float) -> tuple[float, float, float]:
-        """Wait, work and what the other ranks lose, where the ranks' steps last as long as the slowest rank's."""
+    def _lockstep(self, seat: _Seat, new: int, work: float, now: float) -> tuple[float, float, float]:
+        """Wait, work and what others lose, where each step of the ranks lasts as long as the slowest rank's.
+
+        A prompt begins after the present step. From then on a rank has so many steps to go, each of so many seconds by
+        itself; the group's k-th step lasts as long as the longest among the ranks that have k steps. So work that fits
+        below what others do anyway takes no time.
+        """
         worker = seat.worker
-        chunk = worker.spec.chunk_tokens
-        if worker.turn != self._turn:
-            worker.turn = self._turn
-            worker.step_s = worker.steps = 0.0
-            for rank in worker.seats:
-                if rank.queue:
-                    steps = max(rank.queue_tokens / chunk, 1.0)
-                    worker.steps = max(worker.steps, steps)
-                    worker.step_s = max(worker.step_s, rank.queue_s / steps)
-        if not worker.steps:
-            return wait, work, 0.0
-        own = max(seat.queue_tokens / chunk, 1.0) if seat.queue else 0.0
-        # An idle rank joins the group's next step: half of the present one is left in the mean.
-        wait = max(wait, own * worker.step_s) if seat.queue else 0.5 * worker.step_s
-        steps = math.ceil(new / chunk)
-        step = work / steps
-        shared = min(max(worker.steps - own, 0.0), float(steps))
-        longer = shared * max(step - worker.step_s, 0.0)
-        work = shared * max(step, worker.step_s) + (steps - shared) * step
-        behind = sum(len(rank.queue) for rank in worker.seats if rank is not seat) if longer else 0
-        return wait, work, longer * behind
+        rank = seat.name.rank
+        if worker.asked != self._asked:
+            worker.asked = self._asked
+            worker.present_s, worker.parts = _parts(worker, now)
+            worker.reading = sorted(
+                ((step, steps, at) for at, (step, steps, _, _) in worker.parts.items() if steps), reverse=True
+            )
+        before = worker.reading
+        step, steps, filled, late = worker.parts.get(rank, (0.0, 0.0, 0.0, 0.0))
+        more = max(filled + new / worker.spec.chunk_tokens, 1.0)
+        after = [part for part in before if part[2] != rank]
+        longest = max((part[1] for part in after), default=0.0)
+        bisect.insort(after, ((step * steps + work) / more, more, rank), key=lambda part: -part[0])
+        wait = _span(before, steps)
+        work = max(_span(after, more) - wait, 0.0)
+        wait += worker.present_s + late
+        longer = _span(after, longest) - _span(before, longest)
+        lost = longer * sum(len(other.queue) for other in worker.seats if other is not seat) if longer > 0.0 else 0.0
+        if worker.spec.role == "both":
+            end = max(longest, more)
+            running = sum(len(other.running) for other in worker.seats)
+            lost += self.settings.token_weight * running * max(_span(after, end) - _span(before, end), 0.0)
+        return wait, work, lost
+
+    def _step(self, seat: _Seat, tokens: int) -> tuple[float, float, int]:
+        """A decode step with one more sequence of so many tokens, one of now, and how many sequences run beside it."""
+        spec = seat.worker.spec
+        decode_s = self.estimator.decode_step_s
+        batch = len(seat.running)
+        token = decode_s(spec.id, batch + 1, seat.running_tokens + tokens)
+        if spec.ranks == 1:
+            return token, decode_s(spec.id, batch, seat.running_tokens) if batch else 0.0, batch
+        before, beside = 0.0, 0
+        for rank in seat.worker.seats:
+            if rank.running:
+                beside += len(rank.running)
+                before = max(before, decode_s(spec.id, len(rank.running), rank.running_tokens))
+        return max(token, before), before, beside
 
     def _decode_row(self, seat: _Seat, tokens: int, held: int, output: float, now: float) -> _Row:
         """Generating at a seat: pull what is missing, wait for room, then slow down those beside it."""
         spec = seat.worker.spec
-        decode_s = self.estimator.decode_step_s
         weight = self.settings.token_weight
-        batch = len(seat.running)
-        size = tokens + int(output / 2)
-        token = decode_s(spec.id, batch + 1, seat.running_tokens + size)
-        before = decode_s(spec.id, batch, seat.running_tokens) if batch else 0.0
-        beside = batch
-        if spec.ranks > 1:
-            group = 0.0
-            beside = 0
-            for rank in seat.worker.seats:
-                if rank.running:
-                    beside += len(rank.running)
-                    group = max(group, decode_s(spec.id, len(rank.running), rank.running_tokens))
-            token = max(token, group)
-            before = group
+        token, before, beside = self._step(seat, tokens + int(output / 2))
         pull = self.estimator.transfer_s(spec.id, tokens - held) if tokens > held else 0.0
         wait = self._room(seat, tokens + int(output), token, output)
         others = weight * beside * output * max(token - before, 0.0)
@@ -595,29 +651,22 @@ class Placer:
     def _both_row(self, seat: _Seat, row: _Row, tokens: int, output: float, now: float) -> _Row:
         """A row of prefill with generation at the same seat added to it."""
         weight = self.settings.token_weight
-        spec = seat.worker.spec
-        decode_s = self.estimator.decode_step_s
-        batch = len(seat.running)
         wait, work = row[1], row[3]
-        token = decode_s(spec.id, batch + 1, seat.running_tokens + tokens + int(output / 2))
-        before = decode_s(spec.id, batch, seat.running_tokens) if batch else 0.0
+        token, before, beside = self._step(seat, tokens + int(output / 2))
         room = self._room(seat, tokens + int(output), token, output)
-        # While the prompt is read, every sequence beside it waits for the longer steps.
-        others = row[6] + weight * batch * (output * max(token - before, 0.0) + work)
+        # While the prompt is read, every sequence beside it waits for the longer steps; in lockstep that is counted.
+        longer = work if seat.worker.spec.ranks == 1 else 0.0
+        others = row[6] + weight * beside * (output * max(token - before, 0.0) + longer)
         first = row[4] + room
         cost = first + weight * output * token + others
         return (cost, wait + room, row[2], work, first, token, others, 0.0, *row[8:])
 
-    def _with_risk(self, seat: _Seat, row: _Row, pool: _Pool, now: float) -> _Row:
+    def _with_risk(self, seat: _Seat, row: _Row, risk: float, pool: _Pool, now: float) -> _Row:
         """The row with what the seat's failures make likely to be lost: this attempt and a first token elsewhere.
 
         A half-open worker is asked for one request whatever its risk: else it might never come back.
         """
         if self.health.state(seat.name.worker, now) == "probing":
-            return row
-        risk = self.health.risk(seat.name.worker, now)
-        if risk <= 0.0:
-            seat.worker.doubted = False
             return row
         lost = risk * (row[4] + (pool.first_token_s or 0.0)) / max(1.0 - risk, 0.05)
         return (row[0] + lost, *row[1:7], lost, *row[8:])
@@ -630,6 +679,10 @@ class Placer:
         if not seat.queue and not seat.running:
             seat.alive_at = now
         if booking.role != "decode":
+            if not any(rank.queue for rank in seat.worker.seats):
+                seat.worker.step_at = now
+            else:
+                seat.fresh_tokens += booking.new
             if not seat.queue:
                 booking.alone = True
                 seat.head_at = booking.ready_at
@@ -641,6 +694,8 @@ class Placer:
             self._soon.stored(seat.name, "device", booking.marks)
         booking.resident = booking.tokens + (int(booking.output / 2) if booking.role != "prefill" else 0)
         seat.resident += booking.resident
+        if booking.source is not None:
+            booking.source.held += booking.tokens
         if booking.role == "decode":
             self._start(booking, now)
 
@@ -651,6 +706,12 @@ class Placer:
         seat.running[booking.request] = booking
         seat.running_tokens += booking.resident
 
+    def _pulled(self, booking: _Booking) -> None:
+        """The worker that read the prompt need not hold it any more."""
+        if booking.source is not None:
+            booking.source.held -= booking.tokens
+            booking.source = None
+
     def _unqueue(self, booking: _Booking, now: float) -> bool:
         """Take a prompt out of the queue; False if it was not in it."""
         seat = booking.seat
@@ -658,6 +719,7 @@ class Placer:
             return False
         self._soon.removed(seat.name, "device", booking.marks)
         seat.queue_tokens -= booking.new
+        seat.fresh_tokens = min(seat.fresh_tokens, seat.queue_tokens)
         seat.queue_s = seat.queue_s - booking.service_s if seat.queue else 0.0
         seat.prompt_at = now
         return True
@@ -666,6 +728,7 @@ class Placer:
         """End a booking, wherever it stands."""
         seat = booking.seat
         del self._booked[booking.role][booking.request]
+        self._pulled(booking)
         head = next(iter(seat.queue), None)
         if self._unqueue(booking, now):
             seat.sample_at = None
@@ -695,6 +758,10 @@ class Placer:
             self.estimator.saw_fetch(seat.name.worker, *booking.fetched, fetch_s, now)
         seat.head_at = now
         self._unqueue(booking, now)
+        # One of the ranks' steps has ended, so another one begins, with all that is there.
+        seat.worker.step_at = now
+        for rank in seat.worker.seats:
+            rank.fresh_tokens = 0
         self._learn_prefill(booking, now)
         self.health.succeeded(seat.name.worker, now, booking.booked_at)
         if booking.role == "both":
@@ -731,6 +798,8 @@ class Placer:
         # In lockstep a short chunk lasts as long as the longest beside it, and says nothing about itself.
         whole = spec.ranks == 1 or all(b.new >= spec.chunk_tokens for b in seat.sample)
         total = sum(expected)
+        if seconds > 0.0 and total > 0.0:
+            self._late += 0.2 * (min(max(seconds / total, 1.0), _UNSURE) - self._late)
         if seconds > 0.0 and total > 0.0 and whole:
             for b, share in zip(seat.sample, expected, strict=True):
                 self.estimator.saw_prefill(spec.id, b.new, b.cached, spec.chunk_tokens, seconds * share / total, now)
@@ -746,8 +815,13 @@ class Placer:
         seat = booking.seat
         _sum_areas(seat, now)
         self._signed(seat, now)
-        seat.reports = True
+        if not booking.generated and tokens > 0:
+            self._pulled(booking)
+            self.health.succeeded(seat.name.worker, now, booking.booked_at)
         elapsed = now - booking.reported_at
+        if booking.reported_at >= 0.0 and elapsed > 0.0:
+            pool = self._pools[booking.role]
+            pool.pace_s = elapsed if pool.pace_s is None else pool.pace_s + 0.05 * (elapsed - pool.pace_s)
         # Only spans of pure decode count, and in lockstep only the rank with the longest steps speaks for its own.
         if (
             booking.reported_at >= 0.0
@@ -812,7 +886,8 @@ class Placer:
         if booking is None:
             return False
         self._drop(booking, now)
-        booking.seat.worker.doubted = True
+        if booking.session is not None and self.sessions.bound(booking.session, now) == booking.seat.name:
+            self.sessions.bind(booking.session, booking.seat.name, 0, now)
         self.health.failed(booking.seat.name.worker, now, reason, booking.booked_at)
         return True
 
@@ -822,31 +897,46 @@ class Placer:
             rank.alive_at = now
 
     def tick(self, now: float) -> None:
-        """Look for stalls: a seat that owes something and has been silent for far longer than expected. Call it often.
+        """Look for stalls: a seat that owes something and has been silent for far longer than expected.
 
+        Call it every second or so; after a gap of 10 s it is the caller who was silent, and nobody has stalled.
         What was learned of workers that nobody asks any more fades here too.
         """
         self.estimator.settle(now)
+        gap = now - self._ticked > _GAP_S
+        self._ticked = now
         for state in self._workers.values():
+            if gap:
+                self._signed(state.seats[0], now)
             for seat in state.seats:
-                if seat.queue:
-                    # What was thought to be cached may not be.
-                    head = next(iter(seat.queue.values()))
-                    whole = self.estimator.prefill_s(state.spec.id, head.tokens, 0, state.spec.chunk_tokens)
-                    due = max(seat.head_at, seat.alive_at) + self.health.patience(whole)
-                elif seat.running and seat.reports:
-                    due = seat.alive_at + self.health.patience(1.0)
-                elif seat.running:
-                    longest = max(booking.output for booking in seat.running.values())
-                    step = self.estimator.decode_step_s(state.spec.id, len(seat.running), seat.running_tokens)
-                    due = seat.alive_at + self.health.patience(longest * step)
-                else:
-                    continue
-                if now > due:
-                    state.doubted = True
-                    self.health.stalled(state.spec.id, now)
+                due = self._due(seat) if seat.queue or seat.running else math.inf
+                if due == math.inf:
+                    seat.alive_at = now
+                elif now > due:
+                    # What was booked before the worker was last put out says nothing new.
+                    booked = max(b.booked_at for b in (*seat.queue.values(), *seat.running.values()))
+                    self.health.stalled(state.spec.id, now, booked)
                     self._signed(seat, now)
                     break
+
+    def _due(self, seat: _Seat) -> float:
+        """Until when a seat that owes something may be silent; without end where silence says nothing of it."""
+        state = seat.worker
+        expected, since = 0.0, seat.alive_at
+        if seat.running:
+            pace = self._pools[state.spec.role].pace_s
+            if pace is None:
+                return math.inf
+            expected = pace + _UNSURE * sum(b.service_s for b in seat.running.values() if not b.generated)
+        if seat.queue:
+            head = next(iter(seat.queue.values()))
+            if state.held + head.tokens > _FULL_SHARE * state.spec.capacity_tokens * state.spec.ranks:
+                return math.inf
+            # What was thought to be cached may not be.
+            whole = self.estimator.prefill_s(state.spec.id, head.tokens, 0, state.spec.chunk_tokens)
+            expected += self._late * whole
+            since = max(since, seat.head_at)
+        return since + self.health.patience(expected)
 
     def load(self, worker: WorkerId) -> Load:
         """What is booked at a worker; KeyError if it is not in the fleet."""
@@ -866,6 +956,44 @@ def _backlog(seat: _Seat, now: float) -> float:
     head = next(iter(seat.queue.values())).service_s
     ran = max(now - seat.head_at, 0.0)
     return max(head - ran, _LEAST_SHARE * head, _LATE_SHARE * (ran - head)) + max(seat.queue_s - head, 0.0)
+
+
+def _parts(worker: _Worker, now: float) -> tuple[float, dict[int, tuple[float, float, float, float]]]:
+    """What is left of a lockstep group's present step; by rank that reads, what comes after it.
+
+    That is the seconds of a step by itself, the steps, the steps' worth of tokens, and how late its first prompt is.
+    """
+    chunk = worker.spec.chunk_tokens
+    reading = [(seat, next(iter(seat.queue.values()))) for seat in worker.seats if seat.queue_tokens]
+    step_s = max((seat.queue_s / max(seat.queue_tokens / chunk, 1.0) for seat, _ in reading), default=0.0)
+    # While a prompt that ends with the present step has not ended, that step goes on, however long it was to last.
+    least = min((-(-head.new // chunk) for _, head in reading if head.booked_at <= worker.step_at), default=1)
+    passed = min((now - worker.step_at) / step_s, least - 1) if step_s > 0.0 else 0.0
+    present = 0.0
+    parts = {}
+    for seat, head in reading:
+        total = seat.queue_tokens
+        ran = max(now - seat.head_at, 0.0) / step_s
+        done = min(int(ran) * chunk, int((1.0 - _LEAST_SHARE) * head.new))
+        after = max(total - done - chunk, 0 if passed >= 1.0 else min(seat.fresh_tokens, total))
+        present = max(present, seat.queue_s * max(min(total - done - after, chunk), 0) / total)
+        steps = max(after / chunk, 1.0) if after else 0.0
+        step = seat.queue_s * after / total / steps if steps else 0.0
+        late = max(ran - max(head.new / chunk, 1.0), 0.0) * step_s
+        parts[seat.name.rank] = step, steps, after / chunk, _LATE_SHARE * late
+    return 0.5 * present, parts
+
+
+def _span(parts: list[_Part], steps: float) -> float:
+    """Seconds of a group's first `steps`, each as long as the longest of the ranks that have so many."""
+    total = reached = 0.0
+    for step, has, _ in parts:
+        if has > reached:
+            if has >= steps:
+                return total + (steps - reached) * step
+            total += (has - reached) * step
+            reached = has
+    return total
 
 
 def _beyond(external: tuple[int, int, int], ahead: int) -> tuple[int, int, int]:

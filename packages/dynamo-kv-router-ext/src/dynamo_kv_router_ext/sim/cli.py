@@ -15,15 +15,16 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
 from .. import __version__
-from .._profile import Profile, ProfileError, shipped_profiles
+from .._profile import Profile, ProfileError, load_profile, shipped_profiles
 from .._types import NoWorkerError
 from .fleet import Arrival, FleetSpec, Result, simulate
-from .report import Recorder, Run, explanation_table, table, write_html
+from .report import MISSING, Recorder, Run, explanation_table, table, write_html
 from .scenario import (
     LIKE,
     POLICIES,
@@ -31,11 +32,13 @@ from .scenario import (
     Pool,
     ScenarioError,
     fitted_profile,
+    links_of,
     make_policy,
     make_timing,
     read_fleet,
-    starting_profile,
+    timing_profile,
 )
+from .timing import TimingError
 from .traces import FORMATS, TraceError, arrivals
 
 __all__ = ["main"]
@@ -49,11 +52,13 @@ class _Fault(Exception):
         super().__init__(f"{option} {value}: {text}")
 
 
-def _number(least: float, *, above: bool = False) -> Callable[[str], float]:
+def _number(least: float, *, above: bool = False, below: float = math.inf) -> Callable[[str], float]:
     def read(text: str) -> float:
         value = float(text)
         if not math.isfinite(value) or value < least or (above and value == least):
             raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {least:g}, not {text}")
+        if value >= below:
+            raise argparse.ArgumentTypeError(f"must be below {below:g}, not {text}")
         return value
 
     read.__name__ = "number"
@@ -98,7 +103,11 @@ def parser() -> argparse.ArgumentParser:
         help="how long steps last: profile:NAME, table:FILE, ais:model=…,system=… or polynomial",
     )
     group.add_argument(
-        "--speed-spread", type=_number(0), default=0.0, metavar="X", help="speeds drift between 1 - X and 1 + X (0)"
+        "--speed-spread",
+        type=_number(0, below=1),
+        default=0.0,
+        metavar="X",
+        help="speeds drift between 1 - X and 1 + X (0)",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of the drift (0)")
     group = inputs.add_argument_group("the policy")
@@ -144,13 +153,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # a reader that saw enough
         sys.stderr.close()
         return 0
+    except KeyboardInterrupt:
+        return 130
 
 
 def _run(options: argparse.Namespace) -> int:
+    used = {Path(one).resolve() for one in (options.trace, options.fleet, options.profile) if one is not None}
     for option in ("html", "json"):  # said before the run, not after it
         value = getattr(options, option)
-        if value is not None and (Path(value).is_dir() or not Path(value).parent.is_dir()):
+        if value is None:
+            continue
+        if Path(value).is_dir() or not Path(value).parent.is_dir():
             raise _Fault(f"--{option}", value, "a folder, or in none that exists")
+        if Path(value).resolve() in used:
+            raise _Fault(f"--{option}", value, "another option's file")
+        used.add(Path(value).resolve())
+    if options.html is not None and find_spec("matplotlib") is None:
+        raise _Fault("--html", options.html, MISSING)
     requests, spec, profile = _scenario(options)
     texts = options.policy or list(POLICIES)
     makers = []
@@ -176,6 +195,10 @@ def _run(options: argparse.Namespace) -> int:
         print(f"{name}: {value}")
     print()
     print(table([(run.label, run.summary) for run in runs]))
+    for run in runs:
+        why = next((request.error for request in run.result.requests if request.error), "")
+        if why:
+            print(f"{run.label}: {run.summary.failed} failed, the first because: {why}")
     if options.json is not None:
         document = {"facts": facts, "policies": {run.label: run.summary.as_json() for run in runs}}
         _write("--json", options.json, json.dumps(document, indent=2) + "\n")
@@ -215,6 +238,8 @@ def _fit(options: argparse.Namespace) -> int:
         profile = fitted_profile(timing, options.timing, options.name, options.like)
     except ProfileError as error:
         raise _Fault("--like", options.like, error) from error
+    except TimingError as error:
+        raise _Fault("--timing", options.timing, error) from error
     _write("--out", options.out, msgspec.json.format(msgspec.json.encode(profile)).decode() + "\n")
     print(f"{profile.name}: {profile.source}")
     return 0
@@ -229,15 +254,18 @@ def _scenario(options: argparse.Namespace) -> tuple[list[Arrival], FleetSpec, Pr
     except (ScenarioError, ProfileError, OSError, ValueError, RuntimeError) as error:
         raise _Fault("--timing", options.timing, error) from error
     try:
-        profile = starting_profile(options.profile, options.timing, timing)
+        if options.profile is not None:
+            profile = load_profile(options.profile)
+        else:
+            profile = timing_profile(options.timing, timing)
     except ProfileError as error:
         raise _Fault("--profile", options.profile, error) from error
+    except TimingError as error:
+        raise _Fault("--timing", options.timing, f"{error}; another one can be given by --profile") from error
     try:
-        spec = fleet.spec(timing, profile, speed_spread=options.speed_spread, seed=options.seed)
+        spec = fleet.spec(timing, links_of(options.timing), speed_spread=options.speed_spread, seed=options.seed)
     except ScenarioError as error:
-        if options.fleet is None:
-            raise _Fault("--speed-spread", options.speed_spread, error) from error
-        raise _Fault("--fleet", options.fleet, error) from error
+        raise _Fault(*_fleet_given(options), error) from error
     try:
         requests = arrivals(
             options.trace,
@@ -254,9 +282,22 @@ def _scenario(options: argparse.Namespace) -> tuple[list[Arrival], FleetSpec, Pr
     return requests, spec, profile
 
 
+#: The options that make a fleet without a file.
+_FLEET_FLAGS = ("prefill", "decode", "both", "capacity_tokens", "block_size")
+
+
+def _fleet_given(options: argparse.Namespace) -> tuple[str, str]:
+    """Return the option that gives the fleet and its value, or all of them."""
+    if options.fleet is not None:
+        return "--fleet", options.fleet
+    given = {name: getattr(options, name) for name in _FLEET_FLAGS if getattr(options, name) is not None}
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    option, _, value = (words or "--prefill, --decode, --both none").rpartition(" ")
+    return option, value
+
+
 def _fleet(options: argparse.Namespace) -> Fleet:
-    flags = ("prefill", "decode", "both", "capacity_tokens", "block_size")
-    given = [f"--{name.replace('_', '-')}" for name in flags if getattr(options, name) is not None]
+    given = [f"--{name.replace('_', '-')}" for name in _FLEET_FLAGS if getattr(options, name) is not None]
     if options.fleet is not None:
         if given:
             raise _Fault("--fleet", options.fleet, f"and {given[0]}: one of the two")
@@ -264,7 +305,6 @@ def _fleet(options: argparse.Namespace) -> Fleet:
             fleet = read_fleet(options.fleet)
         except (ScenarioError, OSError) as error:
             raise _Fault("--fleet", options.fleet, error) from error
-        option, value = "--fleet", options.fleet
     else:
         capacity = options.capacity_tokens or 1_000_000
         pools = tuple(
@@ -273,17 +313,20 @@ def _fleet(options: argparse.Namespace) -> Fleet:
             if getattr(options, role) is not None
         )
         fleet = Fleet(pools=pools, block_size=options.block_size or 64)
-        option, value = "--prefill, --decode, --both", ", ".join(given) or "none"
     roles = {pool.role for pool in fleet.pools}
     if roles not in ({"both"}, {"prefill", "decode"}):
         found = ", ".join(sorted(roles)) or "no worker"
-        raise _Fault(option, value, f"a fleet has prefill and decode workers, or those that do both, not {found}")
+        raise _Fault(
+            *_fleet_given(options), f"a fleet has prefill and decode workers, or those that do both, not {found}"
+        )
     return fleet
 
 
 def _simulate(options: argparse.Namespace, spec: FleetSpec, requests: list[Arrival], policy: Recorder) -> Result:
     try:
         return simulate(spec, requests, policy)
+    except TimingError as error:
+        raise _Fault("--timing", options.timing, error) from error
     except (ValueError, NoWorkerError) as error:
         raise _Fault("--trace", options.trace, error) from error
 

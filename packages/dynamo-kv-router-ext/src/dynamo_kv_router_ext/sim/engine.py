@@ -344,6 +344,8 @@ class _Rank:
         store: OrderedDict[int, None] = engine.store.blocks if engine.store is not None else OrderedDict()
         most = (job.tokens - 1) // size
         device = pool.hits(job.blocks, most)
+        if self.blocks_of(job.tokens) - device > pool.available - pool.idle_among(job.blocks, device):
+            return
         runs: dict[ExternalTier, list[int]] = {"host": [], "store": []}
         for block in job.blocks[device : min(most, device + job.fetch_limit // size)]:
             if block in pool.host:
@@ -355,9 +357,6 @@ class _Rank:
         count = len(runs["host"]) + len(runs["store"])
         if not count:
             # It may be on the device now, and leave it for another tier before its turn.
-            return
-        free = pool.available - pool.idle_among(job.blocks, device)
-        if self.blocks_of(job.tokens) - device > free:
             return
         job.fetch_limit = 0
         # They count as used now; making room may push something else out of the host, or even them, once read.
@@ -416,7 +415,7 @@ class _Rank:
         blocked = False
         while self.waiting and not plan.preempted and len(running) < self.max_sequences and budget > 0:
             job = self.waiting.popleft()
-            if job.fetch_limit >= self.block_size and not job.fetching:
+            if job.fetch_limit >= self.block_size and not (job.fetching or blocked):
                 self.fetch(job, now)
             if job.fetching or (blocked and not job.held and not job.private):
                 passed.append(job)

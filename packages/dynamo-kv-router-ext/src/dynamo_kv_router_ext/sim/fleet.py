@@ -45,6 +45,11 @@ __all__ = [
 #: `die`: its requests and caches are lost and it leaves the fleet, until the fault ends. `slow`: its speed is less.
 FaultKind = Literal["raise", "hang", "die", "slow"]
 
+#: The latest that anything may come, in seconds: 30 years.
+_LATEST_S = 1e9
+#: A fleet with nothing to do for more ticks than these hears of none of them.
+_IDLE_TICKS = 1000
+
 
 class Policy(Protocol):
     """What decides where requests go. `Placer` is one."""
@@ -106,6 +111,17 @@ class WorkerSpec:
     #: When it joins.
     starts_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        name = f"worker {self.worker.id!r}"
+        try:
+            Speed(self.speed)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        if self.host_tokens < 0:
+            raise ValueError(f"{name}: host_tokens must be at least 0, not {self.host_tokens!r}")
+        if not 0 <= self.starts_s <= _LATEST_S:
+            raise ValueError(f"{name}: starts_s must be at least 0 and at most {_LATEST_S:g}, not {self.starts_s!r}")
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -123,6 +139,8 @@ class Fault:
             raise ValueError(f"fault of {self.worker!r}: kind must be one of {get_args(FaultKind)}, not {self.kind!r}")
         if not 0 <= self.start_s < self.stop_s:
             raise ValueError(f"fault of {self.worker!r}: it lasts from {self.start_s!r} to {self.stop_s!r}")
+        if not 0 < self.factor < math.inf:
+            raise ValueError(f"fault of {self.worker!r}: factor must be above 0, not {self.factor!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +183,17 @@ class FleetSpec:
             if fault.worker not in ids:
                 raise ValueError(f"a fault names the worker {fault.worker!r}, which the fleet does not have")
         for name in ("event_lag_s", "timeout_s", "retries", "store_tokens"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least 0, not {getattr(self, name)!r}")
         for name in ("block_size", "tick_s"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")
+        for spec in self.workers:
+            if spec.worker.capacity_tokens < self.block_size:
+                raise ValueError(
+                    f"worker {spec.worker.id!r}: {spec.worker.capacity_tokens} tokens hold no block of "
+                    f"{self.block_size}"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,8 +416,11 @@ class _Simulation:
                 raise ValueError(
                     f"{name}: {arrival.tokens!r} tokens and {arrival.output_tokens!r} of output, not at least 1"
                 )
-            if not 0 <= arrival.at_s < math.inf or not 0 <= arrival.think_s < math.inf:
-                raise ValueError(f"{name}: at_s {arrival.at_s!r} and think_s {arrival.think_s!r} must be at least 0")
+            if not 0 <= arrival.at_s <= _LATEST_S or not 0 <= arrival.think_s <= _LATEST_S:
+                raise ValueError(
+                    f"{name}: at_s {arrival.at_s!r} and think_s {arrival.think_s!r} must be at least 0 and at most "
+                    f"{_LATEST_S:g}"
+                )
             full = arrival.tokens // size
             if arrival.blocks and len(arrival.blocks) != full:
                 raise ValueError(
@@ -849,7 +876,10 @@ class _Simulation:
         for flight in parked:
             self._retry(flight, now)
         if self.real:
-            self._push(now + self.spec.tick_s, _TICK, None)
+            ticks = math.ceil((self.events[0][0] - now) / self.spec.tick_s)
+            if ticks <= _IDLE_TICKS or self.parked or any(host.flights for host in self.order):
+                ticks = 1
+            self._push(now + ticks * self.spec.tick_s, _TICK, None)
 
     def _retry(self, flight: _Flight, now: float) -> None:
         if flight.first is not None and self.split and flight.first.generated:

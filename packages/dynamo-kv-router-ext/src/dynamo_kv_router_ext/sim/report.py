@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._types import EXTERNAL_TIERS, Decision, Explanation, Request, Role, Seat, Tier, Worker, WorkerId
+from .._types import EXTERNAL_TIERS, ROLES, Decision, Explanation, Request, Role, Seat, Tier, Worker, WorkerId
 from .fleet import Policy, RequestResult, Result
 
 if TYPE_CHECKING:
@@ -325,9 +325,11 @@ def _load(runs: Sequence[Run]) -> str:
             at = [number + place * width for number in range(len(run.result.workers))]
             axes.bar(at, [worker.utilisation for worker in run.result.workers], width, label=run.label)
         names = [str(worker.worker) for worker in runs[0].result.workers]
-        axes.set_xticks([number + 0.4 - width / 2 for number in range(len(names))], names, rotation=30, ha="right")
+        step = -(-len(names) // 24)
+        places = [number + 0.4 - width / 2 for number in range(len(names))]
+        axes.set_xticks(places[::step], names[::step], rotation=30, ha="right")
         axes.set(ylabel="share of the time", ylim=(0, 1))
-        axes.legend()
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
     return _svg(draw)
 
@@ -339,13 +341,17 @@ _BINS = 150
 def _timeline(runs: Sequence[Run]) -> str:
     maps = [_in_flight(run.result) for run in runs]
     most = max(1.0, *(value for _, rows in maps for row in rows for value in row))
+    longest = max(run.result.duration_s for run in runs)
 
     def draw(*every: Axes) -> None:
         for axes, run, (names, rows) in zip(every, runs, maps, strict=True):
             edges = [run.result.duration_s * number / _BINS for number in range(_BINS + 1)]
-            mesh = axes.pcolormesh(edges, range(len(names) + 1), rows, vmin=0, vmax=most, cmap="viridis")
-            axes.set_yticks([number + 0.5 for number in range(len(names))], names)
-            axes.set(title=run.label, xlabel="time (s)")
+            # As an image: as shapes, it would be most of the file.
+            ends = range(len(names) + 1)
+            mesh = axes.pcolormesh(edges, ends, rows, vmin=0, vmax=most, cmap="viridis", rasterized=True)
+            step = -(-len(names) // 10)
+            axes.set_yticks([number + 0.5 for number in range(len(names))][::step], names[::step])
+            axes.set(title=run.label, xlabel="time (s)", xlim=(0, longest or 1))
             axes.figure.colorbar(mesh, ax=axes, label="requests")
 
     return _svg(draw, panels=len(runs))
@@ -377,25 +383,25 @@ _TERMS = ("wait_s", "fetch_s", "work_s", "others_s", "risk_s")
 
 
 def _terms(runs: Sequence[Run]) -> str:
-    bars: list[tuple[str, list[float]]] = []
+    bars: dict[str, list[tuple[str, list[float]]]] = {}
     for run in runs:
-        roles = sorted({decision.role for _, decision in run.decisions})
-        for role in roles:
+        for role in ROLES:
             chosen = [decision.terms for _, decision in run.decisions if decision.role == role]
-            means = [_mean([getattr(terms, name) for terms in chosen]) for name in _TERMS]
+            means = [_mean([getattr(terms, name) for terms in chosen]) for name in _TERMS] if chosen else []
             if any(means):  # a policy that estimates nothing has no terms
-                bars.append((f"{run.label}, {role}", means))
+                bars.setdefault(role, []).append((run.label, means))
 
-    def draw(axes: Axes) -> None:
-        left = [0.0] * len(bars)
-        for place, name in enumerate(_TERMS):
-            values = [means[place] for _, means in bars]
-            axes.barh([label for label, _ in bars], values, left=left, label=name.removesuffix("_s"))
-            left = [before + value for before, value in zip(left, values, strict=True)]
-        axes.set(xlabel="mean of the chosen candidates (s)")
-        axes.legend()
+    def draw(*every: Axes) -> None:
+        for axes, (role, rows) in zip(every, bars.items(), strict=False):
+            left = [0.0] * len(rows)
+            for place, name in enumerate(_TERMS):
+                values = [means[place] for _, means in rows]
+                axes.barh([label for label, _ in rows], values, left=left, label=name.removesuffix("_s"))
+                left = [before + value for before, value in zip(left, values, strict=True)]
+            axes.set(title=role, xlabel="mean of the chosen candidates (s)")
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
-    return _svg(draw)
+    return _svg(draw, panels=max(1, len(bars)))
 
 
 def _svg(draw: Callable[..., None], panels: int = 1) -> str:
@@ -405,7 +411,14 @@ def _svg(draw: Callable[..., None], panels: int = 1) -> str:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RuntimeError(MISSING) from error
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kv-router-sim", "font.family": "sans-serif"}):
+    with matplotlib.rc_context(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "kv-router-sim",
+            "font.family": "sans-serif",
+            "text.parse_math": False,  # names are shown as they are
+        }
+    ):
         figure = Figure(figsize=(9, 3.4 if panels == 1 else 2.2 * panels), layout="constrained")
         draw(*figure.subplots(panels, 1, squeeze=False)[:, 0])
         text = io.StringIO()

@@ -46,10 +46,11 @@ __all__ = [
     "ScenarioError",
     "drifting_speed",
     "fitted_profile",
+    "links_of",
     "make_policy",
     "make_timing",
     "read_fleet",
-    "starting_profile",
+    "timing_profile",
 ]
 
 #: The policies by name, in the order in which a comparison shows them.
@@ -58,6 +59,8 @@ POLICIES = ("round-robin", "least-loaded", "dynamo", "ours")
 TIMINGS = ("profile", "table", "ais", "polynomial")
 #: The profile whose transfer and tiers a fitted one takes.
 LIKE = "mocker"
+#: The most workers of a pool: a slip of the finger shall not fill the memory.
+_MOST_WORKERS = 10_000
 
 
 class ScenarioError(ValueError):
@@ -108,11 +111,11 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     pools: tuple[Pool, ...]
     #: Tokens in a block of KV.
     block_size: int = 64
-    #: Pulling KV from a prefill worker to a decoder; left out: as the starting profile has it.
+    #: Pulling KV from a prefill worker to a decoder; left out: as the timing's profile has it, or else `LIKE`.
     transfer: TierCost | None = None
-    #: Fetching KV from the host tier; left out: as the starting profile has it.
+    #: Fetching KV from the host tier; left out: likewise.
     host: TierCost | None = None
-    #: Fetching KV from the shared store; left out: as the starting profile has it.
+    #: Fetching KV from the shared store; left out: likewise.
     store: TierCost | None = None
     #: Tokens of KV that the shared store holds; 0: there is none.
     store_tokens: int = 0
@@ -123,62 +126,63 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     #: What goes wrong.
     faults: tuple[FaultOf, ...] = ()
 
-    def spec(self, timing: Timing, profile: Profile, *, speed_spread: float = 0.0, seed: int = 0) -> FleetSpec:
+    def spec(self, timing: Timing, links: Profile, *, speed_spread: float = 0.0, seed: int = 0) -> FleetSpec:
         """Return what the simulator takes.
 
         Args:
             timing: how long the workers' steps last.
-            profile: has the costs of transfers and tiers that the file leaves out.
+            links: has the costs of transfers and tiers that the file leaves out.
             speed_spread: each worker's speed drifts between 1 - spread and 1 + spread, times its own.
             seed: of the drift.
 
         Raises ScenarioError.
         """
+        try:
+            return self._spec(timing, links, speed_spread, seed)
+        except ValueError as error:
+            raise ScenarioError(str(error)) from error
+
+    def _spec(self, timing: Timing, links: Profile, speed_spread: float, seed: int) -> FleetSpec:
         workers: list[WorkerSpec] = []
         for pool in self.pools:
-            if pool.count < 1:
+            if not 1 <= pool.count <= _MOST_WORKERS:
                 raise ScenarioError(
-                    f"count of the pool {pool.name or pool.role!r} must be at least 1, not {pool.count}"
+                    f"count of the pool {pool.name or pool.role!r} must be at least 1, not {pool.count}, "
+                    f"and at most {_MOST_WORKERS}"
                 )
             for number in range(pool.count):
                 name = f"{pool.name or pool.role}-{number}"
                 speed: tuple[tuple[float, float], ...] = (
                     ((0.0, pool.speed),) if isinstance(pool.speed, float) else pool.speed
                 )
-                if any(not 0 < factor < math.inf for _, factor in speed):
-                    raise ScenarioError(f"speed of {name} must be above 0 at any time, not {pool.speed}")
                 if speed_spread:
                     if len(speed) > 1:
                         raise ScenarioError(f"{name} has a speed that changes; a spread would change it twice")
                     drift = drifting_speed(f"{seed} {name}", speed_spread)
                     speed = tuple((at, factor * (speed[0][1] if speed else 1.0)) for at, factor in drift)
-                try:
-                    worker = Worker(
-                        id=name,
-                        role=pool.role,
-                        ranks=pool.ranks,
-                        capacity_tokens=pool.capacity_tokens,
-                        max_sequences=pool.max_sequences,
-                        chunk_tokens=pool.chunk_tokens,
-                        transfer_group=pool.transfer_group,
-                    )
-                except ValueError as error:
-                    raise ScenarioError(str(error)) from error
+                worker = Worker(
+                    id=name,
+                    role=pool.role,
+                    ranks=pool.ranks,
+                    capacity_tokens=pool.capacity_tokens,
+                    max_sequences=pool.max_sequences,
+                    chunk_tokens=pool.chunk_tokens,
+                    transfer_group=pool.transfer_group,
+                )
                 workers.append(WorkerSpec(worker, speed, pool.host_tokens, pool.starts_s))
-        names = [str(worker.worker.id) for worker in workers]
-        for name in names:
-            if names.count(name) > 1:
+        names: set[str] = set()
+        for one in workers:
+            name = str(one.worker.id)
+            if name in names:
                 raise ScenarioError(f"two workers are called {name!r}; give their pools different names")
-        for fault in self.faults:
-            if fault.worker not in names:
-                raise ScenarioError(f"a fault is of the worker {fault.worker!r}, which is not in the fleet")
+            names.add(name)
         return FleetSpec(
             workers=tuple(workers),
             timing=timing,
             block_size=self.block_size,
-            transfer=self.transfer or profile.transfer,
-            host=self.host or profile.tiers.get("host"),
-            store=self.store or profile.tiers.get("store"),
+            transfer=self.transfer or links.transfer,
+            host=self.host or links.tiers.get("host"),
+            store=self.store or links.tiers.get("store"),
             store_tokens=self.store_tokens,
             event_lag_s=self.event_lag_s,
             timeout_s=self.timeout_s,
@@ -242,15 +246,16 @@ def fitted_profile(timing: Timing, timing_text: str, name: str, like: str = LIKE
     return fit_profile(timing, name=name, source=source, transfer=other.transfer, tiers=other.tiers)
 
 
-def starting_profile(profile: str | None, timing_text: str, timing: Timing) -> Profile:
-    """Return what the policy starts from: the profile named, or that of the timing, or else one fitted to it.
-
-    Raises what `load_profile` raises.
-    """
-    if profile is not None:
-        return load_profile(profile)
+def timing_profile(timing_text: str, timing: Timing) -> Profile:
+    """Return the profile that a timing is of, or else one fitted to it; raises TimingError where none can be."""
     kind, _, rest = timing_text.partition(":")
     return load_profile(rest) if kind == "profile" else fitted_profile(timing, timing_text, "fitted")
+
+
+def links_of(timing_text: str) -> Profile:
+    """Return the profile that has the links and tiers of a simulation: the timing's, or `LIKE`."""
+    kind, _, rest = timing_text.partition(":")
+    return load_profile(rest if kind == "profile" else LIKE)
 
 
 def make_policy(text: str, profile: Profile, block_size: int) -> Callable[[], Policy]:
@@ -258,12 +263,12 @@ def make_policy(text: str, profile: Profile, block_size: int) -> Callable[[], Po
 
     Raises ScenarioError for an unknown name or setting.
     """
-    name, _, rest = text.partition(":")
-    words = _words(rest) if rest else {}
+    name, colon, rest = text.partition(":")
+    words = _words(rest) if colon else {}
     makers: Mapping[str, Callable[[], Policy]] = {
         "round-robin": lambda: _call(RoundRobin, words),
         "least-loaded": lambda: _call(LeastLoaded, words),
-        "dynamo": lambda: _call(DynamoKv, {"block_size": block_size, **words}),
+        "dynamo": lambda: _call(DynamoKv, words, block_size=block_size),
         "ours": lambda: Placer(profile, _settings(words), block_size=block_size),
     }
     if name not in makers:
@@ -295,12 +300,25 @@ def _words(rest: str) -> dict[str, Any]:
     return words
 
 
-def _call(make: Callable[..., Any], words: Mapping[str, Any]) -> Any:
-    known = inspect.signature(make).parameters
-    for name in words:
-        if name not in known and not any(one.kind is one.VAR_KEYWORD for one in known.values()):
-            raise ScenarioError(f"unknown setting {name!r}; there are {', '.join(known) or 'none'}")
+def _call(make: Callable[..., Any], words: Mapping[str, Any], **fixed: Any) -> Any:
+    """Return what ``make`` makes of the settings; each has to be a parameter of it, of its type."""
+    known = inspect.signature(make, eval_str=True).parameters
+    named = {name: one for name, one in known.items() if name not in fixed and one.kind is not one.VAR_KEYWORD}
+    given: dict[str, Any] = {}
+    for name, value in words.items():
+        if name in named:
+            try:
+                given[name] = msgspec.convert(value, named[name].annotation)
+            except msgspec.ValidationError as error:
+                raise ScenarioError(f"{name}: {error}, {value!r}") from error
+        elif len(named) + len(fixed) < len(known):
+            given[name] = value
+        else:
+            raise ScenarioError(f"unknown setting {name!r}; there are {', '.join(named) or 'none'}")
+    for name, one in named.items():
+        if one.default is one.empty and name not in given:
+            raise ScenarioError(f"{name} is missing")
     try:
-        return make(**words)
+        return make(**given, **fixed)
     except (TypeError, ValueError) as error:
         raise ScenarioError(str(error)) from error

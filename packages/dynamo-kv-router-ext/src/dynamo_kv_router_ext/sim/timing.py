@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from .._profile import DecodeCost, Profile, StepCost, TierCost
+from .._profile import DecodeCost, Profile, ProfileError, StepCost, TierCost
 from .._types import ExternalTier
 
 __all__ = [
@@ -35,6 +35,9 @@ __all__ = [
 
 _Floats = npt.NDArray[np.float64]
 
+#: The build of AISimulate that carries the data of the shipped profiles and speaks the schema of Dynamo 1.6.1. It needs
+#: Python 3.11; of what it requires, timing needs nothing.
+AIS_BUILD = "0.13.0.dev202610130000000070"
 #: The mocker lets no step that yields tokens take less (milliseconds).
 _LEAST_DECODE_MS = 1.0
 
@@ -163,8 +166,10 @@ class TableTiming:
                     arrays[key] = array
         except TimingError:
             raise
-        except Exception as error:
-            raise TimingError(f"{name}: not a table of timings: {error}") from None
+        except OSError as error:
+            raise TimingError(f"{name}: {error.strerror or error}") from None
+        except Exception:
+            raise TimingError(f"{name}: not an NPZ file of numbers") from None
         for key in ("prefill_isl", "decode_active_kv_tokens", "decode_context_length"):
             if len(arrays[key]) < 2 or not (np.diff(arrays[key]) > 0).all():
                 raise TimingError(f"{name}: {key} must hold at least two values that rise")
@@ -235,7 +240,8 @@ class AisTiming:
             sdk = import_module("aisimulate_core.sdk")
         except ImportError as error:
             raise TimingError(
-                f"timing from AISimulate needs its package ({error}); install it with: pip install aisimulate"
+                f"timing from AISimulate needs its package ({error}), of the build that carries data (Python "
+                f"3.11 or later): pip install --no-deps aisimulate=={AIS_BUILD}"
             ) from error
         asked = {"model": model, "system": system, "backend": backend, "worker_type": "aggregated", **config}
         try:
@@ -333,18 +339,19 @@ def fit_profile(
 
     Prefill is fitted to steps of 128 to `chunk_tokens` new tokens after 0 to `context_tokens` others, decode to steps
     of 1 to `sequences` sequences of 512 to `context_tokens` tokens that fit into `capacity_tokens`. `source` is
-    completed by the errors that remain (`profile_errors`).
+    completed by the errors that remain (`profile_errors`). Raises TimingError where no profile fits.
     """
     prefill_points, decode_points = _points(chunk_tokens, context_tokens, capacity_tokens, sequences)
-    prefill = _fit(
-        [(1.0, new, new * (cached + 0.5 * new)) for new, cached in prefill_points],
-        [timing.step_s([point], 0, 0) for point in prefill_points],
-    )
-    decode = _fit(
-        [(1.0, batch, resident) for batch, resident in decode_points],
-        [timing.step_s([], *point) for point in decode_points],
-    )
-    fitted = Profile(name, "", StepCost(*prefill), DecodeCost(*decode), transfer, dict(tiers))
+    prefill_s = [timing.step_s([point], 0, 0) for point in prefill_points]
+    decode_s = [timing.step_s([], *point) for point in decode_points]
+    if not (any(prefill_s) and any(decode_s)):
+        raise TimingError("a timing whose steps take no time has no profile")
+    prefill = _fit([(1.0, new, new * (cached + 0.5 * new)) for new, cached in prefill_points], prefill_s)
+    decode = _fit([(1.0, batch, resident) for batch, resident in decode_points], decode_s)
+    try:
+        fitted = Profile(name, "", StepCost(*prefill), DecodeCost(*decode), transfer, dict(tiers))
+    except ProfileError as error:
+        raise TimingError(f"no profile fits this timing: {error}") from error
     errors = profile_errors(
         fitted,
         timing,
@@ -376,7 +383,11 @@ def profile_errors(
 
 
 def _errors(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return, of (estimate, truth), the errors' sum over the truths', and the largest relative error."""
+    """Return, of (estimate, truth), the errors' sum over the truths', and the largest relative error.
+
+    Points that take no time, as beyond the rim of a table, count in neither: nothing is relative to 0.
+    """
+    pairs = [pair for pair in pairs if pair[1] > 0.0]
     errors = [abs(estimate - truth) for estimate, truth in pairs]
     whole = sum(truth for _, truth in pairs)
     return sum(errors) / whole, max(error / truth for error, (_, truth) in zip(errors, pairs, strict=True))
@@ -418,7 +429,9 @@ def _fit(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[
     The best of the fits of each subset of the features whose coefficients all came out right: there are few features.
     """
     target = np.sqrt(np.asarray(seconds, dtype=np.float64))
-    weighted = np.asarray(features, dtype=np.float64) / target[:, None]
+    weighted = np.asarray(features, dtype=np.float64)[target > 0.0]
+    target = target[target > 0.0]
+    weighted /= target[:, None]
     scale = weighted.max(axis=0)
     weighted /= scale
     best, least = np.zeros(len(scale)), math.inf

@@ -297,9 +297,9 @@ def arrivals(
 ) -> list[Arrival]:
     """Return a trace's requests as the simulator's arrivals.
 
-    Mooncake's requests arrive at their timestamps (open loop). Of a Weka trace, one conversation begins every
-    ``every_s`` seconds, and each of its requests waits for the answer before it (closed loop). A subagent begins when
-    the request before it has been answered, and the request after it waits for it, unless it was launched
+    Mooncake's requests arrive at their timestamps, the earliest at 0 (open loop). Of a Weka trace, one conversation
+    begins every ``every_s`` seconds, and each of its requests waits for the answer before it (closed loop). A subagent
+    begins when the request before it has been answered, and the request after it waits for it, unless it was launched
     asynchronously. Where a request waits for several, it waits for the one that ended last when it was recorded. The
     wait after that end is the recorded ``think_time``, or else the gap that the record shows. Requests for other
     models go to the same fleet.
@@ -323,15 +323,17 @@ def arrivals(
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, not {limit}")
     if format == "mooncake":
+        requests = list(itertools.islice(read_mooncake(path), limit))
+        start = min((request.timestamp for request in requests), default=0.0)
         return [
             Arrival(
                 id=f"request-{number}",
-                at_s=request.timestamp / 1000 / speedup,
+                at_s=(request.timestamp - start) / 1000 / speedup,
                 tokens=request.input_length,
                 output_tokens=request.output_length,
                 blocks=split_blocks(request.hash_ids, MOONCAKE_BLOCK, block_size, request.input_length),
             )
-            for number, request in enumerate(itertools.islice(read_mooncake(path), limit))
+            for number, request in enumerate(requests)
             if request.input_length and request.output_length  # nothing to read or to say: nothing to place
         ]
     found: list[Arrival] = []
@@ -670,6 +672,8 @@ def _parse(text: str, path: Path, line: int) -> object:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise TraceError(path, line + error.lineno - 1, "", f"not JSON: {error.msg} at column {error.colno}") from error
+    except (RecursionError, ValueError) as error:  # too deep, or a number of thousands of digits
+        raise TraceError(path, line, "", f"cannot be read: {error}") from error
 
 
 def _open(path: Path) -> IO[str]:
