@@ -150,14 +150,12 @@ def test_decode_and_links_are_learned() -> None:
         resident, tokens = batch * rng.randrange(500, 30_000), rng.randrange(64, 60_000)
         estimator.saw_decode(worker, batch, resident, TRUTH.decode_step_s(batch, resident), now)
         estimator.saw_fetch(worker, "host", tokens, TRUTH.fetch_s("host", tokens), now)
-        estimator.saw_transfer(worker, tokens, TRUTH.transfer_s(tokens), now)
     for batch, resident in ((1, 1000), (8, 100_000), (64, 1_000_000)):
         assert estimator.decode_step_s(0, batch, resident) == pytest.approx(
             TRUTH.decode_step_s(batch, resident), rel=0.1
         )
     for tokens in (500, 50_000):
         assert estimator.fetch_s(0, "host", tokens) == pytest.approx(TRUTH.fetch_s("host", tokens), rel=0.1)
-        assert estimator.transfer_s(0, tokens) == pytest.approx(TRUTH.transfer_s(tokens), rel=0.1)
 
 
 def test_one_stall_moves_little() -> None:
@@ -176,8 +174,7 @@ def test_what_is_no_time_is_ignored_and_counted(seconds: float) -> None:
     estimator.saw_prefill("w", 100, 0, CHUNK, seconds, 1.0)
     estimator.saw_decode("w", 1, 100, seconds, 1.0)
     estimator.saw_fetch("w", "host", 100, seconds, 1.0)
-    estimator.saw_transfer("w", 100, seconds, 1.0)
-    assert estimator.ignored == 4
+    assert estimator.ignored == 3
     assert estimator.coefficients("w") == before
 
 
@@ -187,8 +184,7 @@ def test_measurements_of_nothing_are_ignored_and_counted() -> None:
     estimator.saw_decode("w", 0, 0, 0.1, 1.0)
     estimator.saw_fetch("w", "host", 0, 0.1, 1.0)
     estimator.saw_fetch("w", "disk", 10, 0.1, 1.0)
-    estimator.saw_transfer("w", 0, 0.1, 1.0)
-    assert estimator.ignored == 5
+    assert estimator.ignored == 4
 
 
 def test_the_coefficients_are_named() -> None:
@@ -203,7 +199,7 @@ def test_the_coefficients_are_named() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["prefill", "decode", "fetch", "transfer"]),
+            st.sampled_from(["prefill", "decode", "fetch"]),
             st.integers(0, 3),
             st.integers(0, 300_000),
             st.integers(0, 1_000_000),
@@ -222,10 +218,8 @@ def test_whatever_is_seen_estimates_stay_within_bounds(
             estimator.saw_prefill(worker, amount, more, CHUNK, seconds, now)
         elif kind == "decode":
             estimator.saw_decode(worker, amount, more, seconds, now)
-        elif kind == "fetch":
-            estimator.saw_fetch(worker, "host", amount, seconds, now)
         else:
-            estimator.saw_transfer(worker, amount, seconds, now)
+            estimator.saw_fetch(worker, "host", amount, seconds, now)
     for worker in range(5):
         for estimate, start in (
             (estimator.prefill_s(worker, 9000, 100, CHUNK), TRUTH.prefill_s(9000, 100, CHUNK)),

@@ -166,7 +166,7 @@ class Estimator:
         profile: Where the estimates start. A multiplier stays within a factor of 8 of it, a slowness within 4 of 1.
     """
 
-    __slots__ = ("_decode", "_fetch", "_links", "_prefill", "_steps", "_transfer", "ignored", "profile")
+    __slots__ = ("_decode", "_fetch", "_links", "_prefill", "_steps", "ignored", "profile")
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -174,7 +174,6 @@ class Estimator:
         self.ignored = 0
         self._prefill = _Shape((profile.prefill.base_s, profile.prefill.token_s, profile.prefill.pair_s))
         self._decode = _Shape((profile.decode.base_s, profile.decode.sequence_s, profile.decode.token_s))
-        self._transfer = _Shape((profile.transfer.latency_s, profile.transfer.token_s))
         self._fetch = {tier: _Shape((cost.latency_s, cost.token_s)) for tier, cost in profile.tiers.items()}
         self._steps = _Speeds()
         self._links = _Speeds()
@@ -206,10 +205,10 @@ class Estimator:
         return self._links.of(worker) * (latency_s + token_s * tokens)
 
     def transfer_s(self, worker: WorkerId, tokens: int) -> float:
-        """Return the seconds `worker` needs to pull `tokens` from another worker."""
+        """Return the seconds `worker` needs to pull `tokens` from another worker: the profile's, as its links are."""
         if tokens <= 0:
             return 0.0
-        latency_s, token_s = self._transfer.values
+        latency_s, token_s = self.profile.transfer.latency_s, self.profile.transfer.token_s
         return self._links.of(worker) * (latency_s + token_s * tokens)
 
     def saw_prefill(self, worker: WorkerId, new: int, cached: int, chunk: int, seconds: float, now: float) -> None:
@@ -229,10 +228,6 @@ class Estimator:
             return
         self._learn(shape, self._links, worker, (min(tokens, 1), tokens), seconds, now)
 
-    def saw_transfer(self, worker: WorkerId, tokens: int, seconds: float, now: float) -> None:
-        """Learn that `worker` took `seconds` to pull `tokens` from another worker."""
-        self._learn(self._transfer, self._links, worker, (min(tokens, 1), tokens), seconds, now)
-
     def settle(self, now: float) -> None:
         """Let what was learned of a worker fade where nothing was measured for a minute; call it now and then."""
         self._steps.settle(now)
@@ -250,13 +245,14 @@ class Estimator:
         """
         step, link = self._steps.of(worker), self._links.of(worker)
         found = {"step_factor": step, "link_factor": link}
-        for kind, factor, names, shape in (
-            ("prefill", step, ("base_s", "token_s", "pair_s"), self._prefill),
-            ("decode", step, ("base_s", "sequence_s", "token_s"), self._decode),
-            ("transfer", link, ("latency_s", "token_s"), self._transfer),
-            *((f"fetch.{tier}", link, ("latency_s", "token_s"), shape) for tier, shape in self._fetch.items()),
+        transfer = [self.profile.transfer.latency_s, self.profile.transfer.token_s]
+        for kind, factor, names, values in (
+            ("prefill", step, ("base_s", "token_s", "pair_s"), self._prefill.values),
+            ("decode", step, ("base_s", "sequence_s", "token_s"), self._decode.values),
+            ("transfer", link, ("latency_s", "token_s"), transfer),
+            *((f"fetch.{tier}", link, ("latency_s", "token_s"), shape.values) for tier, shape in self._fetch.items()),
         ):
-            for name, value in zip(names, shape.values, strict=True):
+            for name, value in zip(names, values, strict=True):
                 found[f"{kind}.{name}"] = factor * value
         return found
 
