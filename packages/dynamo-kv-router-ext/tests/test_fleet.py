@@ -333,8 +333,10 @@ def loads(draw: st.DrawFn) -> list[Arrival]:
         after = draw(st.sampled_from([None, *(one.id for one in found)]))
         shared = draw(st.sampled_from([0, 1000, 2000, None]))
         first = 100_000 * (number + 1) if shared is None else shared
-        at_s = draw(st.floats(0, 2))
-        found.append(arrival(f"r{number}", at_s, tokens, output, first, after=after, think_s=draw(st.floats(0, 1))))
+        # No two arrivals at one time but for a rounding, which would decide who goes first.
+        at_s = draw(st.integers(0, 2000)) / 1000 + number * 1.41421e-7
+        think_s = draw(st.integers(0, 1000)) / 1000 + number * 1.73205e-7
+        found.append(arrival(f"r{number}", at_s, tokens, output, first, after=after, think_s=think_s))
     return found
 
 
