@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Placement in units of time: what a request waits, fetches and works at each candidate, and takes from others.
 
-A seat's queue is first come, first served: it is busy for the expected seconds of the prompts booked there, less what
-has run since the last one was through. An engine lets several prompts share a step; `prefilled` sets that right.
+What is booked where, and what that comes to, is in `_seats`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -18,6 +17,7 @@ from ._health import Health
 from ._index import PrefixIndex
 from ._learning import Estimator
 from ._profile import Profile
+from ._seats import Booking, Flow, Pool, SeatState, WorkerState, backlog, lockstep_parts, lockstep_span, sum_areas
 from ._sessions import Sessions
 from ._types import (
     EXTERNAL_TIERS,
@@ -38,10 +38,6 @@ from ._types import (
 
 __all__ = ["Load", "Placer", "Settings"]
 
-#: The least share of a prompt's work that is taken to remain, however long it has run.
-_LEAST_SHARE = 0.05
-#: Late work is expected to last on for this share of its lateness, so a stalled worker never looks idle.
-_LATE_SHARE = 0.5
 #: The pool's utilisation is bounded here, since rho / (1 - rho) has a pole at 1.
 _UTILISATION_CAP = 0.9
 #: What booked prompts will leave in the cache is known by every so manieth of their blocks.
@@ -92,165 +88,6 @@ class Load:
     resident_tokens: int
 
 
-class _Flow:
-    """How much comes per second, remembered for a window."""
-
-    __slots__ = ("at", "count", "since", "window_s", "work_s")
-
-    def __init__(self, window_s: float) -> None:
-        self.window_s = window_s
-        self.count = 0.0
-        self.work_s = 0.0
-        self.at = 0.0
-        self.since: float | None = None
-
-    def arrived(self, count: float, work_s: float, now: float) -> None:
-        """One more request, or a part of one, that takes `work_s` of a seat."""
-        if self.since is None:
-            self.since = now
-        keep = math.exp((self.at - now) / self.window_s) if now > self.at else 1.0
-        self.count = self.count * keep + count
-        self.work_s = self.work_s * keep + work_s
-        self.at = now
-
-    def rates(self, now: float) -> tuple[float, float]:
-        """Requests a second, and seconds of work a second."""
-        if self.since is None:
-            return 0.0, 0.0
-        window = self.window_s
-        seen = window * (1.0 - math.exp(-max((now - self.since) / window, 0.1)))
-        scale = math.exp((self.at - now) / window) / seen if now > self.at else 1.0 / seen
-        return self.count * scale, self.work_s * scale
-
-
-@dataclass(slots=True, eq=False)
-class _Booking:
-    """One request at one seat."""
-
-    request: str
-    role: Role
-    seat: _Seat
-    tokens: int
-    session: str | None
-    booked_at: float
-    #: Expected length of the answer, tokens.
-    output: float
-    #: Prompt tokens to compute, and those that are cached or fetched before them.
-    new: int = 0
-    cached: int = 0
-    #: Expected seconds of the seat that reading the prompt takes; for `decode`, pulling its KV.
-    service_s: float = 0.0
-    #: The tier and the tokens that it fetches, if from one tier and by an idle link.
-    fetched: tuple[ExternalTier, int] | None = None
-    #: When its fetched blocks are there.
-    ready_at: float = 0.0
-    #: The seat was idle when it was booked.
-    alone: bool = False
-    #: Every `_STRIDE`-th block of the prompt: what it will leave in the cache.
-    marks: Sequence[int] = ()
-    #: KV that it holds, tokens.
-    resident: int = 0
-    #: For `decode`: the worker that holds the prompt's KV until it has been pulled; None from the first token on.
-    source: _Worker | None = None
-    #: Tokens generated at the last report, when that was, and the seat's areas then.
-    generated: int = 0
-    reported_at: float = -1.0
-    area_sequences: float = 0.0
-    area_tokens: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class _Seat:
-    """One rank with what is booked at it."""
-
-    name: Seat
-    worker: _Worker
-    #: What comes back to it for the sake of its cache.
-    returning: _Flow
-    #: Where it stands in the index's lists.
-    place: int = 0
-    #: Prompts to read, first come first; and their seconds and tokens.
-    queue: dict[str, _Booking] = field(default_factory=dict)
-    queue_s: float = 0.0
-    queue_tokens: int = 0
-    #: Lockstep: those of these tokens that came after the group's present step began.
-    fresh_tokens: int = 0
-    #: Since when the first of them is being read.
-    head_at: float = 0.0
-    #: Until when the link that fetches blocks is busy.
-    link_until: float = 0.0
-    #: Sequences that generate, and their KV.
-    running: dict[str, _Booking] = field(default_factory=dict)
-    running_tokens: int = 0
-    #: KV of everything booked.
-    resident: int = 0
-    #: Integrals of running sequences and their KV over time, for the mean batch of an interval.
-    area_sequences: float = 0.0
-    area_tokens: float = 0.0
-    area_at: float = 0.0
-    #: The measurement of prefill under way: its start (None: none), the prompts it holds, the decode seconds in it.
-    sample_at: float | None = None
-    sample: list[_Booking] = field(default_factory=list)
-    #: When a prompt was last in the queue, when decode was last measured, when the seat last gave a sign of life.
-    prompt_at: float = -math.inf
-    measured_at: float = -math.inf
-    alive_at: float = 0.0
-    #: Events of its device's cache came, so that the index knows better than the session table what it holds.
-    events: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Worker:
-    """A worker with its seats."""
-
-    spec: Worker
-    seats: list[_Seat] = field(default_factory=list)
-    #: Tokens of prompts that were read here and that no decoder has pulled yet.
-    held: int = 0
-    #: Lockstep: when the group was last seen to begin a step.
-    step_at: float = 0.0
-    #: Lockstep, for the question `asked`: what is left of the present step; after it, the ranks that read, the longest
-    #: steps first, and by rank what `_parts` says.
-    asked: int = -1
-    present_s: float = 0.0
-    reading: list[_Part] = field(default_factory=list)
-    parts: dict[int, tuple[float, float, float, float]] = field(default_factory=dict)
-
-
-#: Seconds a step, steps, rank.
-_Part = tuple[float, float, int]
-
-
-class _Pool:
-    """The workers of one role and the load that comes to them."""
-
-    def __init__(self, window_s: float) -> None:
-        self.workers: dict[WorkerId, _Worker] = {}
-        self.seats: list[_Seat] = []
-        #: What may come to any seat: the parts of prompts that no cache holds.
-        self.fresh = _Flow(window_s)
-        #: Running mean of the expected time to first token.
-        self.first_token_s: float | None = None
-        #: The least KV that a rank of it holds.
-        self.capacity_tokens = 0
-        #: Running mean of the time between two reports of a request's progress; None: there are none, so that silence
-        #: means nothing.
-        self.pace_s: float | None = None
-
-    def changed(self) -> None:
-        """A worker came or left."""
-        self.seats = [seat for worker in self.workers.values() for seat in worker.seats]
-        self.capacity_tokens = min((worker.spec.capacity_tokens for worker in self.workers.values()), default=0)
-
-    def arrived(self, seat: _Seat, cached: float, terms: Terms, work_s: float, now: float) -> None:
-        """One more request was placed, the share `cached` of whose prompt need not be read, with so much work."""
-        if self.first_token_s is None:
-            self.first_token_s = terms.first_token_s
-        self.first_token_s += 0.05 * (terms.first_token_s - self.first_token_s)
-        seat.returning.arrived(cached, cached * work_s, now)
-        self.fresh.arrived(1.0 - cached, (1.0 - cached) * work_s, now)
-
-
 #: (cost, wait, fetch, work, first token, token, others, risk, device tokens, host, disk, store tokens fetched, whether
 #: others are better read anew)
 _Row = tuple[float, float, float, float, float, float, float, float, int, int, int, int, bool]
@@ -285,9 +122,9 @@ class Placer:
         self.health = health if health is not None else Health()
         self.sessions = Sessions(ttl_s=self.settings.session_ttl_s)
         self._tiers: tuple[ExternalTier, ...] = tuple(t for t in EXTERNAL_TIERS if t in profile.tiers)
-        self._workers: dict[WorkerId, _Worker] = {}
-        self._pools: dict[Role, _Pool] = {role: _Pool(self.settings.load_window_s) for role in ROLES}
-        self._booked: dict[Role, dict[str, _Booking]] = {role: {} for role in ROLES}
+        self._workers: dict[WorkerId, WorkerState] = {}
+        self._pools: dict[Role, Pool] = {role: Pool(self.settings.load_window_s) for role in ROLES}
+        self._booked: dict[Role, dict[str, Booking]] = {role: {} for role in ROLES}
         self._soon = PrefixIndex(block_size * _STRIDE)
         #: Placements, which ties take turns by, and questions, `explain`'s among them.
         self._turn = 0
@@ -303,9 +140,9 @@ class Placer:
         if worker.id in self._workers:
             raise ValueError(f"worker {worker.id!r} is in the fleet already")
         self.health.add(worker, now)
-        state = _Worker(worker)
+        state = WorkerState(worker)
         for rank in range(worker.ranks):
-            seat = _Seat(Seat(worker.id, rank), state, _Flow(self.settings.load_window_s), area_at=now, alive_at=now)
+            seat = SeatState(Seat(worker.id, rank), state, Flow(self.settings.load_window_s), area_at=now, alive_at=now)
             state.seats.append(seat)
             self.index.add_seat(seat.name)
             self._soon.add_seat(seat.name)
@@ -361,7 +198,7 @@ class Placer:
             if name.worker in self._workers:
                 self._workers[name.worker].seats[name.rank].place = i
 
-    def _seat(self, worker: WorkerId, rank: int) -> _Seat | None:
+    def _seat(self, worker: WorkerId, rank: int) -> SeatState | None:
         state = self._workers.get(worker)
         return state.seats[rank] if state is not None and 0 <= rank < len(state.seats) else None
 
@@ -378,7 +215,7 @@ class Placer:
         seats = self._candidates(request, role, now)[0]
         row, seat, output = self._choose(request, role, seats, now, None)
         self._turn += 1
-        booking = _Booking(request.id, role, seat, request.tokens, request.session, now, output)
+        booking = Booking(request.id, role, seat, request.tokens, request.session, now, output)
         terms = _terms(row)
         fetched = sum(terms.fetch_tokens.values())
         if role == "decode":
@@ -413,21 +250,23 @@ class Placer:
     def explain(self, request: Request, role: Role, now: float) -> Explanation:
         """Every candidate with its terms, the cheapest first; nothing is booked. NoWorkerError as for `place`."""
         seats, refused = self._candidates(request, role, now)
-        rows: list[tuple[_Row, _Seat]] = []
+        rows: list[tuple[_Row, SeatState]] = []
         self._choose(request, role, seats, now, rows)
         rows.sort(key=lambda pair: pair[0][0])
         asked = [Candidate(seat.name.worker, seat.name.rank, _terms(row)) for row, seat in rows]
         passed = [Candidate(seat.name.worker, seat.name.rank, None, why) for seat, why in refused]
         return Explanation(request.id, role, (*asked, *passed))
 
-    def _candidates(self, request: Request, role: Role, now: float) -> tuple[list[_Seat], list[tuple[_Seat, str]]]:
+    def _candidates(
+        self, request: Request, role: Role, now: float
+    ) -> tuple[list[SeatState], list[tuple[SeatState, str]]]:
         """The seats that may be asked, and those that may not with the reason."""
         pool = self._pools[role]
         if not pool.workers:
             roles = ", ".join(f"{len(p.workers)} {r}" for r, p in self._pools.items() if p.workers) or "none at all"
             raise NoWorkerError(f"request {request.id!r}: no worker of role {role} lives (workers: {roles})")
         states = pool.workers
-        refused: list[tuple[_Seat, str]] = []
+        refused: list[tuple[SeatState, str]] = []
         source = self._workers.get(request.prefill_worker) if request.prefill_worker is not None else None
         if role == "decode" and source is not None:
             group = source.spec.transfer_group
@@ -465,8 +304,13 @@ class Placer:
         return [seat for seat in pool.seats if seat.name.worker in allowed], refused
 
     def _choose(
-        self, request: Request, role: Role, seats: list[_Seat], now: float, rows: list[tuple[_Row, _Seat]] | None
-    ) -> tuple[_Row, _Seat, float]:
+        self,
+        request: Request,
+        role: Role,
+        seats: list[SeatState],
+        now: float,
+        rows: list[tuple[_Row, SeatState]] | None,
+    ) -> tuple[_Row, SeatState, float]:
         """The cheapest seat, its row and the expected output; every row goes to `rows` if given.
 
         Ties go to the first seat in an order that moves on by one with each placement.
@@ -519,7 +363,7 @@ class Placer:
 
     def _prefill_row(
         self,
-        seat: _Seat,
+        seat: SeatState,
         tokens: int,
         most: int,
         cached: int,
@@ -529,13 +373,13 @@ class Placer:
     ) -> _Row:
         """Reading the prompt at a seat: the cut between fetch and recompute that costs least."""
         spec = seat.worker.spec
-        backlog = _backlog(seat, now) if seat.queue else 0.0
+        wait = backlog(seat, now) if seat.queue else 0.0
         # M/G/1, first come first served: work s behind a backlog u delays those to come by
         # lambda s (u + s/2) / (1 - rho), the growth of the value function lambda u^2 / (2 (1 - rho)). What comes is the
         # seat's own returning prompts, and its share of those that may go anywhere.
         rate, busy = seat.returning.rates(now)
         share = self.settings.others_weight * (rate + fresh[0]) / (1.0 - min(busy + fresh[1], _UTILISATION_CAP))
-        best = self._cut(seat, tokens, cached, (0, 0, 0), backlog, 0.0, share, now)
+        best = self._cut(seat, tokens, cached, (0, 0, 0), wait, 0.0, share, now)
         if external == (0, 0, 0) or not self._tiers or cached >= most:
             return best
         size = self.block_size
@@ -550,14 +394,14 @@ class Placer:
             taken[k] = more
             total += more
             fetch += self.estimator.fetch_s(spec.id, tier, more)
-            row = self._cut(seat, tokens, cached, (taken[0], taken[1], taken[2]), backlog, fetch, share, now)
+            row = self._cut(seat, tokens, cached, (taken[0], taken[1], taken[2]), wait, fetch, share, now)
             if row[0] < best[0]:
                 best = row
         return best if sum(best[9:12]) == total else (*best[:12], True)
 
     def _cut(
         self,
-        seat: _Seat,
+        seat: SeatState,
         tokens: int,
         cached: int,
         taken: tuple[int, int, int],
@@ -577,7 +421,7 @@ class Placer:
         first = max(wait, fetch) + work
         return (first + others, wait, fetch, work, first, 0.0, others, 0.0, cached, *taken, False)
 
-    def _lockstep(self, seat: _Seat, new: int, work: float, now: float) -> tuple[float, float, float]:
+    def _lockstep(self, seat: SeatState, new: int, work: float, now: float) -> tuple[float, float, float]:
         """Wait, work and what others lose, where each step of the ranks lasts as long as the slowest rank's.
 
         A prompt begins after the present step. From then on a rank has so many steps to go, each of so many seconds by
@@ -588,7 +432,7 @@ class Placer:
         rank = seat.name.rank
         if worker.asked != self._asked:
             worker.asked = self._asked
-            worker.present_s, worker.parts = _parts(worker, now)
+            worker.present_s, worker.parts = lockstep_parts(worker, now)
             worker.reading = sorted(
                 ((step, steps, at) for at, (step, steps, _, _) in worker.parts.items() if steps), reverse=True
             )
@@ -598,18 +442,20 @@ class Placer:
         after = [part for part in before if part[2] != rank]
         longest = max((part[1] for part in after), default=0.0)
         bisect.insort(after, ((step * steps + work) / more, more, rank), key=lambda part: -part[0])
-        wait = _span(before, steps)
-        work = max(_span(after, more) - wait, 0.0)
+        wait = lockstep_span(before, steps)
+        work = max(lockstep_span(after, more) - wait, 0.0)
         wait += worker.present_s + late
-        longer = _span(after, longest) - _span(before, longest)
+        longer = lockstep_span(after, longest) - lockstep_span(before, longest)
         lost = longer * sum(len(other.queue) for other in worker.seats if other is not seat) if longer > 0.0 else 0.0
         if worker.spec.role == "both":
             end = max(longest, more)
             running = sum(len(other.running) for other in worker.seats)
-            lost += self.settings.token_weight * running * max(_span(after, end) - _span(before, end), 0.0)
+            lost += (
+                self.settings.token_weight * running * max(lockstep_span(after, end) - lockstep_span(before, end), 0.0)
+            )
         return wait, work, lost
 
-    def _step(self, seat: _Seat, tokens: int) -> tuple[float, float, int]:
+    def _step(self, seat: SeatState, tokens: int) -> tuple[float, float, int]:
         """A decode step with one more sequence of so many tokens, one of now, and how many sequences run beside it."""
         spec = seat.worker.spec
         decode_s = self.estimator.decode_step_s
@@ -624,7 +470,7 @@ class Placer:
                 before = max(before, decode_s(spec.id, len(rank.running), rank.running_tokens))
         return max(token, before), before, beside
 
-    def _decode_row(self, seat: _Seat, tokens: int, held: int, output: float, now: float) -> _Row:
+    def _decode_row(self, seat: SeatState, tokens: int, held: int, output: float, now: float) -> _Row:
         """Generating at a seat: pull what is missing, wait for room, then slow down those beside it."""
         spec = seat.worker.spec
         weight = self.settings.token_weight
@@ -636,7 +482,7 @@ class Placer:
         cost = first + weight * output * token + others
         return (cost, wait, 0.0, pull, first, token, others, 0.0, held, 0, 0, 0, False)
 
-    def _room(self, seat: _Seat, need: int, token: float, output: float) -> float:
+    def _room(self, seat: SeatState, need: int, token: float, output: float) -> float:
         """Seconds until a seat has a slot and room for `need` tokens, by the completions to expect; 0 if it has."""
         spec = seat.worker.spec
         booked = len(seat.running) + len(seat.queue)
@@ -648,7 +494,7 @@ class Placer:
         half_s = 0.5 * output * token
         return half_s * max(short / max(seat.resident, 1), slots / booked, 1.0 / booked)
 
-    def _both_row(self, seat: _Seat, row: _Row, tokens: int, output: float, now: float) -> _Row:
+    def _both_row(self, seat: SeatState, row: _Row, tokens: int, output: float, now: float) -> _Row:
         """A row of prefill with generation at the same seat added to it."""
         weight = self.settings.token_weight
         wait, work = row[1], row[3]
@@ -661,7 +507,7 @@ class Placer:
         cost = first + weight * output * token + others
         return (cost, wait + room, row[2], work, first, token, others, 0.0, *row[8:])
 
-    def _with_risk(self, seat: _Seat, row: _Row, risk: float, pool: _Pool, now: float) -> _Row:
+    def _with_risk(self, seat: SeatState, row: _Row, risk: float, pool: Pool, now: float) -> _Row:
         """The row with what the seat's failures make likely to be lost: this attempt and a first token elsewhere.
 
         A half-open worker is asked for one request whatever its risk: else it might never come back.
@@ -673,7 +519,7 @@ class Placer:
 
     # Bookings
 
-    def _book(self, booking: _Booking, now: float) -> None:
+    def _book(self, booking: Booking, now: float) -> None:
         seat = booking.seat
         self._booked[booking.role][booking.request] = booking
         if not seat.queue and not seat.running:
@@ -699,20 +545,20 @@ class Placer:
         if booking.role == "decode":
             self._start(booking, now)
 
-    def _start(self, booking: _Booking, now: float) -> None:
+    def _start(self, booking: Booking, now: float) -> None:
         """It generates from now on."""
         seat = booking.seat
-        _sum_areas(seat, now)
+        sum_areas(seat, now)
         seat.running[booking.request] = booking
         seat.running_tokens += booking.resident
 
-    def _pulled(self, booking: _Booking) -> None:
+    def _pulled(self, booking: Booking) -> None:
         """The worker that read the prompt need not hold it any more."""
         if booking.source is not None:
             booking.source.held -= booking.tokens
             booking.source = None
 
-    def _unqueue(self, booking: _Booking, now: float) -> bool:
+    def _unqueue(self, booking: Booking, now: float) -> bool:
         """Take a prompt out of the queue; False if it was not in it."""
         seat = booking.seat
         if seat.queue.pop(booking.request, None) is None:
@@ -724,7 +570,7 @@ class Placer:
         seat.prompt_at = now
         return True
 
-    def _drop(self, booking: _Booking, now: float) -> None:
+    def _drop(self, booking: Booking, now: float) -> None:
         """End a booking, wherever it stands."""
         seat = booking.seat
         del self._booked[booking.role][booking.request]
@@ -735,7 +581,7 @@ class Placer:
             if head == booking.request:
                 seat.head_at = now
         elif booking.request in seat.running:
-            _sum_areas(seat, now)
+            sum_areas(seat, now)
             del seat.running[booking.request]
             seat.running_tokens -= booking.resident
         seat.resident -= booking.resident
@@ -774,7 +620,7 @@ class Placer:
             seat.resident -= booking.resident
         return True
 
-    def _learn_prefill(self, booking: _Booking, now: float) -> None:
+    def _learn_prefill(self, booking: Booking, now: float) -> None:
         """Measure service times over a run of prompts, since an engine's steps mix the end of one with the next.
 
         A run starts with an idle seat, or where the last one ended, and ends with an idle seat or after several chunks.
@@ -813,7 +659,7 @@ class Placer:
         if request_id in booking.seat.queue:
             self.prefilled(request_id, now)
         seat = booking.seat
-        _sum_areas(seat, now)
+        sum_areas(seat, now)
         self._signed(seat, now)
         if not booking.generated and tokens > 0:
             self._pulled(booking)
@@ -891,7 +737,7 @@ class Placer:
         self.health.failed(booking.seat.name.worker, now, reason, booking.booked_at)
         return True
 
-    def _signed(self, seat: _Seat, now: float) -> None:
+    def _signed(self, seat: SeatState, now: float) -> None:
         """The worker gave a sign of life."""
         for rank in seat.worker.seats:
             rank.alive_at = now
@@ -919,7 +765,7 @@ class Placer:
                     self._signed(seat, now)
                     break
 
-    def _due(self, seat: _Seat) -> float:
+    def _due(self, seat: SeatState) -> float:
         """Until when a seat that owes something may be silent; without end where silence says nothing of it."""
         state = seat.worker
         expected, since = 0.0, seat.alive_at
@@ -951,51 +797,6 @@ class Placer:
         )
 
 
-def _backlog(seat: _Seat, now: float) -> float:
-    """Seconds of work that a seat with a queue has left."""
-    head = next(iter(seat.queue.values())).service_s
-    ran = max(now - seat.head_at, 0.0)
-    return max(head - ran, _LEAST_SHARE * head, _LATE_SHARE * (ran - head)) + max(seat.queue_s - head, 0.0)
-
-
-def _parts(worker: _Worker, now: float) -> tuple[float, dict[int, tuple[float, float, float, float]]]:
-    """What is left of a lockstep group's present step; by rank that reads, what comes after it.
-
-    That is the seconds of a step by itself, the steps, the steps' worth of tokens, and how late its first prompt is.
-    """
-    chunk = worker.spec.chunk_tokens
-    reading = [(seat, next(iter(seat.queue.values()))) for seat in worker.seats if seat.queue_tokens]
-    step_s = max((seat.queue_s / max(seat.queue_tokens / chunk, 1.0) for seat, _ in reading), default=0.0)
-    # While a prompt that ends with the present step has not ended, that step goes on, however long it was to last.
-    least = min((-(-head.new // chunk) for _, head in reading if head.booked_at <= worker.step_at), default=1)
-    passed = min((now - worker.step_at) / step_s, least - 1) if step_s > 0.0 else 0.0
-    present = 0.0
-    parts = {}
-    for seat, head in reading:
-        total = seat.queue_tokens
-        ran = max(now - seat.head_at, 0.0) / step_s
-        done = min(int(ran) * chunk, int((1.0 - _LEAST_SHARE) * head.new))
-        after = max(total - done - chunk, 0 if passed >= 1.0 else min(seat.fresh_tokens, total))
-        present = max(present, seat.queue_s * max(min(total - done - after, chunk), 0) / total)
-        steps = max(after / chunk, 1.0) if after else 0.0
-        step = seat.queue_s * after / total / steps if steps else 0.0
-        late = max(ran - max(head.new / chunk, 1.0), 0.0) * step_s
-        parts[seat.name.rank] = step, steps, after / chunk, _LATE_SHARE * late
-    return 0.5 * present, parts
-
-
-def _span(parts: list[_Part], steps: float) -> float:
-    """Seconds of a group's first `steps`, each as long as the longest of the ranks that have so many."""
-    total = reached = 0.0
-    for step, has, _ in parts:
-        if has > reached:
-            if has >= steps:
-                return total + (steps - reached) * step
-            total += (has - reached) * step
-            reached = has
-    return total
-
-
 def _beyond(external: tuple[int, int, int], ahead: int) -> tuple[int, int, int]:
     """Blocks per tier that are left when the first `ahead` of them need no fetching."""
     left = []
@@ -1004,15 +805,6 @@ def _beyond(external: tuple[int, int, int], ahead: int) -> tuple[int, int, int]:
         ahead -= used
         left.append(count - used)
     return left[0], left[1], left[2]
-
-
-def _sum_areas(seat: _Seat, now: float) -> None:
-    """Carry the integrals of the batch and its KV on to now."""
-    elapsed = now - seat.area_at
-    if elapsed > 0.0:
-        seat.area_sequences += elapsed * len(seat.running)
-        seat.area_tokens += elapsed * seat.running_tokens
-        seat.area_at = now
 
 
 def _terms(row: _Row) -> Terms:
