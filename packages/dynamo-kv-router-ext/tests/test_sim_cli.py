@@ -202,6 +202,12 @@ def test_a_number_that_cannot_be_is_refused(
     assert value in said
 
 
+def test_a_profile_needs_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", *TIMING, "--name", " ", "--out", str(tmp_path / "p.json")]) == 2
+    assert "--name ' ': a profile needs a name" in capsys.readouterr().err
+    assert not (tmp_path / "p.json").exists()
+
+
 def test_a_file_that_is_read_is_not_written(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = Path(trace).read_bytes()
     assert main(["run", "--trace", trace, *FLEET, *TIMING, "--json", trace]) == 2
@@ -267,7 +273,7 @@ def test_a_fault_in_a_fleet_file_is_named_by_its_field(tmp_path: Path, text: str
     [
         ({"pools": [{"role": "both", "count": 0}]}, "count of the pool 'both' must be at least 1, not 0"),
         ({"pools": [{"role": "both", "ranks": 0}]}, "ranks must be"),
-        ({"pools": [{"role": "both", "speed": 0.0}]}, "worker 'both-0': a speed factor must be above 0, not 0.0"),
+        ({"pools": [{"role": "both", "speed": 1e-300}]}, "a speed factor must be from 0.001 to 1000.0, not 1e-300"),
         ({"pools": [{"role": "both"}, {"role": "both"}]}, "two workers are called 'both-0'"),
         ({"pools": [{"role": "both"}], "faults": [{"worker": "x", "kind": "die", "start_s": 1}]}, "worker 'x'"),
         ({"pools": [{"role": "prefill"}]}, "not prefill"),
@@ -283,7 +289,7 @@ def test_a_fault_in_a_fleet_file_is_named_by_its_field(tmp_path: Path, text: str
         ),
         (
             {"pools": [{"role": "both"}], "faults": [{"worker": "both-0", "kind": "slow", "start_s": 1, "factor": 0}]},
-            "fault of 'both-0': factor must be above 0, not 0.0",
+            "fault of 'both-0': factor must be from 0.001 to 1000.0, not 0.0",
         ),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_speed_is_piecewise() -> None:
     assert [speed.until(t) for t in (0, 1, 3.5, 4)] == [1.0, 2.0, 4.0, math.inf]
     with pytest.raises(ValueError, match=r"order of time, but 1\.0 follows 2\.0"):
         Speed([(2.0, 1.0), (1.0, 1.0)])
-    with pytest.raises(ValueError, match="above 0, not 0"):
+    with pytest.raises(ValueError, match=r"from 0.001 to 1000.0, not 0"):
         Speed([(0.0, 0)])
 
 

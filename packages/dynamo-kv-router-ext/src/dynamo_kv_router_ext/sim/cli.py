@@ -230,6 +230,8 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _fit(options: argparse.Namespace) -> int:
+    if not options.name.strip():
+        raise _Fault("--name", repr(options.name), "a profile needs a name")
     try:
         timing = make_timing(options.timing)
     except (ScenarioError, ProfileError, OSError, ValueError, RuntimeError) as error:

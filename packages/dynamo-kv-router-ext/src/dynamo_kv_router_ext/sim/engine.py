@@ -42,6 +42,10 @@ class CacheEvent(NamedTuple):
     blocks: list[int]
 
 
+#: The bounds of a speed factor: slower, and a simulation would hardly end.
+SLOWEST, FASTEST = 0.001, 1000.0
+
+
 class Speed:
     """A worker's speed as a function of time: constant between changes, 1 before the first one."""
 
@@ -56,8 +60,8 @@ class Speed:
             if not before < after:
                 raise ValueError(f"speed changes must be in order of time, but {after!r} follows {before!r}")
         for factor in [factor for _, factor in changes] + [factor for _, _, factor in slow]:
-            if not 0 < factor < math.inf:
-                raise ValueError(f"a speed factor must be above 0, not {factor!r}")
+            if not SLOWEST <= factor <= FASTEST:
+                raise ValueError(f"a speed factor must be from {SLOWEST} to {FASTEST}, not {factor!r}")
         times = sorted({t for t, _ in changes} | {t for start, stop, _ in slow for t in (start, stop)} - {math.inf})
         self._times = times
         self._factors = [1.0]

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from .._types import Decision, ExternalTier, NoWorkerError, Request, Role, Seat, Tier, Worker, WorkerId
-from .engine import CacheEvent, Engine, Job, Speed, Store
+from .engine import FASTEST, SLOWEST, CacheEvent, Engine, Job, Speed, Store
 
 if TYPE_CHECKING:
     from .._profile import TierCost
@@ -139,8 +139,9 @@ class Fault:
             raise ValueError(f"fault of {self.worker!r}: kind must be one of {get_args(FaultKind)}, not {self.kind!r}")
         if not 0 <= self.start_s < self.stop_s:
             raise ValueError(f"fault of {self.worker!r}: it lasts from {self.start_s!r} to {self.stop_s!r}")
-        if not 0 < self.factor < math.inf:
-            raise ValueError(f"fault of {self.worker!r}: factor must be above 0, not {self.factor!r}")
+        if not SLOWEST <= self.factor <= FASTEST:
+            message = f"factor must be from {SLOWEST} to {FASTEST}, not {self.factor!r}"
+            raise ValueError(f"fault of {self.worker!r}: {message}")
 
 
 @dataclass(frozen=True, slots=True)
