@@ -163,7 +163,6 @@ def test_a_probe_without_an_answer_counts_as_failed_when_its_time_is_over() -> N
     for health in (looked, asked):
         break_down(health, 0, 0.0)
         assert health.probe(0, 5.0)
-    looked.tick(35.0)
     # Out since 35, for 10 s; somebody who looks later sees the same.
     assert looked.state(0, 35.0) == "out"
     assert [looked.state(0, now) for now in (44.9, 45.0)] == [asked.state(0, now) for now in (44.9, 45.0)]
@@ -659,7 +658,6 @@ class Fleet(RuleBasedStateMachine):
     def look(self) -> None:
         """Looking changes nothing."""
         before = [(name, self.health.state(name, self.now), self.health.risk(name, self.now)) for name in self.roles]
-        self.health.tick(self.now)
         self.health.admitted(list(self.roles), self.now)
         assert before == [
             (name, self.health.state(name, self.now), self.health.risk(name, self.now)) for name in self.roles

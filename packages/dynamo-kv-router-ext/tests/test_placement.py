@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -657,3 +658,21 @@ def test_prompts_at_once_are_shared_evenly_among_ranks(tokens: int) -> None:
         # No rank has to do more than its share, and a prompt at the group's head is no longer than alone.
         assert decision.terms.first_token_s < 1.51 * PROFILE.prefill_s(tokens, 0, 8192) * (i // 8 + 1)
     assert max(on) - min(on) <= 2
+
+
+def test_what_cannot_be_asked_is_named() -> None:
+    placer = fleet(1)
+    role: Any = "writer"
+    for ask in (placer.place, placer.explain):
+        with pytest.raises(ValueError, match="role must be one of prefill, decode, both, not 'writer'"):
+            ask(prompt("a", 800), role, 0.0)
+        with pytest.raises(ValueError, match="now must be a finite number of seconds, not nan"):
+            ask(prompt("a", 800), "prefill", math.nan)
+    with pytest.raises(ValueError, match="not 'writer'"):
+        placer.failed("a", role, 0.0, "it broke")
+    assert placer.load(0).prompts == 0
+    for tokens in (0, 1.5, "7"):
+        with pytest.raises(ValueError, match=f"tokens must be a whole number of at least 1, not {tokens!r}"):
+            Request("a", tokens=tokens)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="output_tokens must be a whole number of at least 1, not 0"):
+        Request("a", tokens=1, output_tokens=0)

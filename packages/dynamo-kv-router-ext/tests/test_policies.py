@@ -351,8 +351,8 @@ def test_dynamo_decides_as_dynamo_does(
             assert 1000 * request.ttft_s == pytest.approx(record["ttft_ms"], rel=1e-6)
             assert 1000 * request.e2e_s == pytest.approx(record["e2e_latency_ms"], rel=1e-6)
 
-    # Ties are drawn there, and what falls on one instant can be taken in another order than here: seen in one replay of
-    # a hundred. It does not happen four times running.
+    # Ties are drawn there, and what falls on one instant can be taken in another order than here: seen now and then,
+    # but not four times running.
     for _ in range(3):
         with contextlib.suppress(AssertionError):
             agree()

@@ -55,16 +55,6 @@ def test_the_least_recently_used_go_beyond_the_limit() -> None:
     assert [sessions.bound(name, 3.0) is not None for name in "abc"] == [True, False, True]
 
 
-def test_a_released_session_is_forgotten() -> None:
-    sessions = Sessions()
-    sessions.bind("a", Seat("w", 0), 1, 0.0)
-    sessions.saw_output("a", 1000)
-    assert sessions.release("a")
-    assert not sessions.release("a")
-    assert sessions.bound("a", 0.0) is None
-    assert len(sessions) == 0
-
-
 def test_a_worker_that_is_gone_holds_no_session_but_what_they_generate_is_remembered() -> None:
     sessions = Sessions()
     for name, seat in (("a", Seat("w1", 0)), ("b", Seat("w2", 0)), ("c", Seat("w1", 1))):
@@ -147,12 +137,6 @@ class Bindings(RuleBasedStateMachine):
         self.sessions.bind(session, Seat(worker, rank), tokens, self.now)
         kept = [entry for entry in self.model if entry[0] != session]
         self.model = [*kept, (session, Seat(worker, rank), tokens, self.now)][-LIMIT:]
-
-    @rule(session=NAMES)
-    def release(self, session: str) -> None:
-        self.sessions.expire(self.now)
-        assert self.sessions.release(session) == any(entry[0] == session for entry in self.model)
-        self.model = [entry for entry in self.model if entry[0] != session]
 
     @rule(worker=WORKERS)
     def lose(self, worker: int) -> None:

@@ -344,11 +344,6 @@ class Health:
         living, share = self._living.get(role, 0), self.settings.max_ejected_share
         return min(living - 1, max(1, int(share * living + 1e-9))) if share and living else 0
 
-    def tick(self, now: float) -> None:
-        """Let what is over be over: probes without an answer, verdicts past their time. Other calls do so as well."""
-        for role in tuple(self._wanted):
-            self._held(role, now)
-
     def _risk(self, record: _Record, now: float) -> float:
         decay = self._decay(record.outcomes_at, now)
         risk = min(1.0, record.failures * decay / (record.outcomes * decay + 1.0))

@@ -208,8 +208,9 @@ class Placer:
         """Choose a seat and book the request there.
 
         NoWorkerError if no worker of the role (and of the prefill worker's transfer group) lives; ValueError if the
-        request is booked in this role already.
+        request is booked in this role already, for an unknown role, and for a time that is no number.
         """
+        _check(role, now)
         if request.id in self._booked[role]:
             raise ValueError(f"request {request.id!r} is booked as {role} already")
         seats = self._candidates(request, role, now)[0]
@@ -248,7 +249,8 @@ class Placer:
         return Decision(request.id, role, seat.name.worker, seat.name.rank, terms, most, note)
 
     def explain(self, request: Request, role: Role, now: float) -> Explanation:
-        """Every candidate with its terms, the cheapest first; nothing is booked. NoWorkerError as for `place`."""
+        """Every candidate with its terms, the cheapest first; nothing is booked. Errors as for `place`."""
+        _check(role, now)
         seats, refused = self._candidates(request, role, now)
         rows: list[tuple[_Row, SeatState]] = []
         self._choose(request, role, seats, now, rows)
@@ -639,8 +641,7 @@ class Placer:
         if seat.running:
             # Sequences beside the prompts lengthen each step by their decode.
             per_step = self.estimator.decode_step_s(spec.id, len(seat.running), seat.running_tokens)
-            per_step -= self.estimator.decode_step_s(spec.id, 0, 0)
-            seconds -= sum(math.ceil(b.new / spec.chunk_tokens) for b in seat.sample) * max(per_step, 0.0)
+            seconds -= sum(math.ceil(b.new / spec.chunk_tokens) for b in seat.sample) * per_step
         # In lockstep a short chunk lasts as long as the longest beside it, and says nothing about itself.
         whole = spec.ranks == 1 or all(b.new >= spec.chunk_tokens for b in seat.sample)
         total = sum(expected)
@@ -727,7 +728,11 @@ class Placer:
         return found
 
     def failed(self, request_id: str, role: Role, now: float, reason: str) -> bool:
-        """The worker failed the request: its booking in the role ends, at its cost. False for an unknown one."""
+        """The worker failed the request: its booking in the role ends, at its cost. False for an unknown one.
+
+        ValueError for an unknown role.
+        """
+        _check(role, now)
         booking = self._booked[role].get(request_id)
         if booking is None:
             return False
@@ -795,6 +800,13 @@ class Placer:
             sequences=sum(len(seat.running) for seat in state.seats),
             resident_tokens=sum(seat.resident for seat in state.seats),
         )
+
+
+def _check(role: str, now: float) -> None:
+    if role not in ROLES:
+        raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
+    if not math.isfinite(now):
+        raise ValueError(f"now must be a finite number of seconds, not {now!r}")
 
 
 def _beyond(external: tuple[int, int, int], ahead: int) -> tuple[int, int, int]:

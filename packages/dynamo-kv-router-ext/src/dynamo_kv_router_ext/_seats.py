@@ -85,7 +85,7 @@ class Booking:
     ready_at: float = 0.0
     #: The seat was idle when it was booked.
     alone: bool = False
-    #: Every `_STRIDE`-th block of the prompt: what it will leave in the cache.
+    #: Some of the prompt's blocks: what it will leave in the cache.
     marks: Sequence[int] = ()
     #: KV that it holds, tokens.
     resident: int = 0
@@ -127,7 +127,7 @@ class SeatState:
     area_sequences: float = 0.0
     area_tokens: float = 0.0
     area_at: float = 0.0
-    #: The measurement of prefill under way: its start (None: none), the prompts it holds, the decode seconds in it.
+    #: The measurement of prefill under way: its start (None: none), and the prompts it holds.
     sample_at: float | None = None
     sample: list[Booking] = field(default_factory=list)
     #: When a prompt was last in the queue, when decode was last measured, when the seat last gave a sign of life.

@@ -84,10 +84,6 @@ class Sessions:
         known.tokens = tokens
         known.used_at = now
 
-    def release(self, session: str) -> bool:
-        """Forget a session; return whether it was known."""
-        return self._sessions.pop(session, None) is not None
-
     def drop_worker(self, worker: WorkerId) -> int:
         """Unbind the sessions of a worker that is gone, and return how many; how much they generate is remembered."""
         dropped = 0

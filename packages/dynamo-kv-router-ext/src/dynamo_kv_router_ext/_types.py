@@ -95,10 +95,11 @@ class Request:
     prefill_worker: WorkerId | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"request {self.id!r}: tokens must be at least 1, not {self.tokens!r}")
-        if self.output_tokens is not None and self.output_tokens < 1:
-            raise ValueError(f"request {self.id!r}: output_tokens must be at least 1, not {self.output_tokens!r}")
+        if not isinstance(self.tokens, int) or self.tokens < 1:
+            raise ValueError(f"request {self.id!r}: tokens must be a whole number of at least 1, not {self.tokens!r}")
+        output = self.output_tokens
+        if output is not None and (not isinstance(output, int) or output < 1):
+            raise ValueError(f"request {self.id!r}: output_tokens must be a whole number of at least 1, not {output!r}")
 
 
 @dataclass(slots=True)
