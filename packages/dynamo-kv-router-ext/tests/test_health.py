@@ -158,6 +158,13 @@ def test_repeats_are_forgotten_after_a_long_good_time(good_s: float, out_s: floa
     assert health.state(0, 5.0 + good_s + out_s) == "probing"
 
 
+def test_a_probe_has_its_own_time_whatever_the_least_of_a_stall_is() -> None:
+    health = fleet(3, probe_s=6.0)  # less than stall_min_s
+    break_down(health, 0, 0.0)
+    assert health.probe(0, 5.0)
+    assert [health.state(0, now) for now in (10.9, 11.0)] == ["probing", "out"]
+
+
 def test_a_probe_without_an_answer_counts_as_failed_when_its_time_is_over() -> None:
     looked, asked = fleet(3, probe_s=30.0), fleet(3, probe_s=30.0)
     for health in (looked, asked):

@@ -300,7 +300,7 @@ class Health:
         if record.probe_at is not None:
             return False
         record.probe_at = now
-        record.probe_until = now + max(self.settings.probe_s, self.patience(expected_s))
+        record.probe_until = now + max(self.settings.probe_s, self.settings.stall_factor * expected_s)
         return True
 
     def admitted(self, workers: Sequence[_Id], now: float) -> list[_Id]:
