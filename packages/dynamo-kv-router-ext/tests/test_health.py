@@ -337,6 +337,8 @@ def test_a_verdict_lasts_for_its_time() -> None:
     assert not health.probe(0, 19.9)
     assert health.state(0, 20.0) == "in"
     assert health.admitted([0], 20.0) == [0]
+    health.verdict(0, True, 30.0, 20.0, "breaker open")
+    assert health.why(0, 31.0) == "out for 19.0 s more (verdict from outside: breaker open)"
 
 
 def test_a_verdict_can_be_renewed_and_taken_back() -> None:

@@ -213,10 +213,12 @@ def test_blocks_that_are_not_looked_up_are_as_those_around_them(ends: list[list[
     for seat, (device, one, host, two, disk, three, store) in zip(SEATS, ends, strict=False):
         index.add_seat(seat)
         model.own[seat] = {tier: set() for tier in OWN}
+        # Of a stretch that lies between two blocks that are looked up, nothing is known: there are none so short.
         host_begin = max(one, device)
-        host_end = max(host, host_begin)
+        host_end = host if host >= host_begin + _store_tier.STRIDE else host_begin
         disk_begin = max(two, host_end)
-        begins, stops = (0, host_begin, disk_begin), (device, host_end, max(disk, disk_begin))
+        disk_end = disk if disk >= disk_begin + _store_tier.STRIDE else disk_begin
+        begins, stops = (0, host_begin, disk_begin), (device, host_end, disk_end)
         for tier, begin, end in zip(OWN, begins, stops, strict=True):
             blocks = list(range(begin, end))
             index.stored(seat, tier, blocks)

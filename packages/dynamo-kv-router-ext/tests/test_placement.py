@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ from dynamo_kv_router_ext._index import PrefixIndex
 from dynamo_kv_router_ext._placement import Load, Placer, Settings
 from dynamo_kv_router_ext._profile import DecodeCost, Profile, StepCost, TierCost
 from dynamo_kv_router_ext._store_tier import StoreTier
-from dynamo_kv_router_ext._types import ROLES, NoWorkerError, Request, Role, Worker
+from dynamo_kv_router_ext._types import ROLES, NoWorkerError, Request, Role, Seat, Worker
 
 SIZE = 64
 PROFILE = Profile(
@@ -261,6 +262,61 @@ def test_decode_asks_the_transfer_group_of_the_prefill_worker_only() -> None:
     assert refused.refused == "transfer group 'b', not 'a'"
 
 
+def test_a_prompt_is_read_only_where_a_decoder_can_pull_it() -> None:
+    placer = Placer(PROFILE, block_size=SIZE)
+    for name in "abc":
+        placer.add_worker(Worker(f"p{name}", "prefill", transfer_group=name), 0.0)
+    assert {placer.place(prompt(f"r{i}", 6400, i), "prefill", 0.0).worker for i in range(3)} == {"pa", "pb", "pc"}
+    placer.add_worker(Worker("db", "decode", transfer_group="b"), 0.0)
+    decision = placer.place(prompt("x", 6400), "prefill", 0.0, explain=True)
+    assert decision.worker == "pb"
+    assert {c.worker: c.refused for c in decision.candidates} == {
+        "pb": None,
+        "pa": "no decoder of transfer group 'a' lives",
+        "pc": "no decoder of transfer group 'c' lives",
+    }
+    placer.remove_worker("pb", 0.0)
+    for ask in (placer.place, placer.explain):
+        with pytest.raises(NoWorkerError, match=r"'y': no decoder of transfer group 'a' or 'c' lives.*decoders: 'b'"):
+            ask(prompt("y", 6400), "prefill", 0.0)
+    placer.remove_worker("db", 0.0)
+    placer.place(prompt("y", 6400), "prefill", 0.0)
+
+
+def test_a_prompt_is_read_again_where_another_decoder_can_pull_it() -> None:
+    placer = Placer(PROFILE, block_size=SIZE)
+    for name in "ab":
+        placer.add_worker(Worker(f"p{name}", "prefill", transfer_group=name), 0.0)
+        placer.add_worker(Worker(f"d{name}", "decode", transfer_group=name), 0.0)
+    placer.stored("pa", 0, "device", prompt("r", 64_000).blocks)
+    assert placer.place(prompt("r0", 64_000), "prefill", 0.0).worker == "pa"
+    again = placer.place(prompt("r1", 64_000, avoid=frozenset({"da"})), "prefill", 0.0, explain=True)
+    assert again.worker == "pb"
+    assert again.candidates[1].refused == "no decoder of transfer group 'a' may be asked"
+    both = frozenset({"da", "db"})
+    assert placer.place(prompt("r2", 64_000, avoid=both), "prefill", 0.0).worker == "pa"
+    for second in range(3):
+        placer.health.failed("da", float(second), "it broke")
+    assert placer.place(prompt("r3", 64_000), "prefill", 3.0).worker == "pb"
+
+
+def test_a_worker_that_failed_a_request_is_asked_again_only_where_no_other_may_be() -> None:
+    placer = fleet(4)
+    placer.stored(0, 0, "device", prompt("a", 64_000).blocks)
+    placer.health.verdict(3, True, 0.0, 60.0)
+    tried: list[Any] = []
+    for i in range(4):
+        request = prompt(f"a{i}", 64_000, avoid=frozenset(tried))
+        decision = placer.place(request, "prefill", 0.0, explain=True)
+        passed = {c.worker: c.refused for c in decision.candidates if c.refused}
+        if i < 3:
+            why = dict.fromkeys(tried, "it failed this request before")
+            assert passed == {**why, 3: "out for 60.0 s more (verdict from outside)"}
+        tried.append(decision.worker)
+    assert tried[0] == tried[3] == 0
+    assert sorted(tried[:3]) == [0, 1, 2]
+
+
 def test_a_full_decoder_costs_its_completions() -> None:
     placer = fleet(1, "decode", max_sequences=2)
     waits = []
@@ -419,6 +475,51 @@ def test_blocks_that_the_store_is_said_to_hold_are_fetched_while_that_is_fresh()
     assert terms(placer, prompt("c", 64_000), "prefill", 31.0, 0).fetch_tokens == {}
 
 
+def test_what_a_live_index_says_counts_instead_of_what_the_placer_was_told() -> None:
+    placer = fleet(3, ranks=2)
+    placer.stored(0, 0, "device", prompt("x", 6400).blocks)
+    cached = {Seat(1, 1): (50, 20, 0, 10), Seat(2, 0): (0, 0, 0, 0), Seat("gone", 0): (99, 0, 0, 0)}
+    decision = placer.place(prompt("a", 6400, cached=cached), "prefill", 0.0, explain=True)
+    assert (decision.worker, decision.rank) == (1, 1)
+    assert decision.terms.device_tokens == 50 * SIZE
+    assert decision.terms.fetch_tokens == {"host": 20 * SIZE}
+    found = {(c.worker, c.rank): c.terms.device_tokens for c in decision.candidates if c.terms}
+    assert len(found) == 6
+    assert sum(found.values()) == 50 * SIZE
+    nothing = placer.explain(prompt("b", 6400, 7, cached={}), "prefill", 0.0)
+    assert not any(c.terms.device_tokens for c in nothing.candidates if c.terms)
+    assert terms(placer, prompt("c", 6400), "prefill", 0.0, 0).device_tokens == 6400 - SIZE
+
+
+def test_a_prefix_that_is_being_read_counts_whatever_a_live_index_says() -> None:
+    placer = fleet(2)
+    first = placer.place(prompt("a", 64_000, cached={}), "prefill", 0.0).worker
+    second = prompt("b", 64_640, cached={Seat(first, 0): (10, 500, 0, 400)})
+    found = terms(placer, second, "prefill", 0.0, first)
+    assert found.device_tokens == 64_000 // 16 // SIZE * 16 * SIZE
+    assert terms(placer, second, "prefill", 0.0, 1 - int(str(first))).device_tokens == 0
+
+
+def test_a_session_counts_at_a_decoder_of_which_a_live_index_never_knew_a_block() -> None:
+    placer = fleet(2, "decode")
+    first = placer.place(prompt("a", 6400, session="s", cached={}), "decode", 0.0).worker
+    placer.finished("a", 0.0)
+    again = prompt("b", 7000, session="s", cached={})
+    assert terms(placer, again, "decode", 0.0, first).device_tokens == 6400
+    seat = Seat(first, 0)
+    known = dataclasses.replace(again, cached={seat: (90, 0, 0, 0)})
+    assert terms(placer, known, "decode", 0.0, first).device_tokens == 90 * SIZE
+    assert terms(placer, again, "decode", 0.0, first).device_tokens == 0
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 3), (1, 0, -2, 0)])
+def test_counts_of_a_live_index_that_make_no_sense_are_refused(counts: Any) -> None:
+    placer = fleet(1)
+    with pytest.raises(ValueError, match=r"cached at Seat\(worker=0, rank=0\) must be four .* not \(1, "):
+        placer.place(prompt("a", 800, cached={Seat(0, 0): counts}), "prefill", 0.0)
+    assert placer.load(0) == Load(0, 0.0, 0, 0)
+
+
 def test_an_index_of_other_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="block_size is 64, but the index has blocks of 16 tokens"):
         Placer(PROFILE, block_size=64, index=PrefixIndex(16))
@@ -494,6 +595,25 @@ def test_time_may_jump_and_even_go_back() -> None:
     assert all(placer.load(name) == Load(0, 0.0, 0, 0) for name in range(3))
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_a_decision_that_is_explained_is_the_same_decision(role: Role) -> None:
+    plain, explained = fleet(4, role, ranks=2), fleet(4, role, ranks=2)
+    for i in range(40):
+        now, request = 0.2 * i, prompt(f"r{i}", 2000 * (i % 5 + 1), i % 7, session=f"s{i % 6}")
+        before = explained.explain(request, role, now).candidates if i % 3 == 0 else None
+        decision = explained.place(request, role, now, explain=True)
+        bare = plain.place(request, role, now)
+        assert bare == dataclasses.replace(decision, candidates=())
+        assert before in (None, decision.candidates)
+        chosen, second = decision.candidates[:2]
+        assert (chosen.worker, chosen.rank, chosen.terms) == (decision.worker, decision.rank, decision.terms)
+        assert second.terms is not None
+        assert decision.runner_up_s == second.terms.cost_s >= decision.terms.cost_s
+        if i % 4 == 0:
+            assert plain.prefilled(f"r{i}", now) == explained.prefilled(f"r{i}", now)
+    assert fleet(1, role).place(prompt("x", 800), role, 0.0).runner_up_s == math.inf
+
+
 # Sick workers
 
 
@@ -566,6 +686,34 @@ def test_a_lost_booking_puts_its_worker_out_once() -> None:
         placer.tick(float(second))
         states.append(placer.health.state(lost, float(second)))
     assert states.count("out") == 5
+
+
+def test_what_is_booked_at_a_worker_that_stands_still_is_named_the_oldest_first() -> None:
+    placer = Placer(PROFILE, block_size=SIZE)
+    for worker in range(2):
+        placer.add_worker(Worker(worker, "both", ranks=2), 0.0)
+    on: dict[Any, list[tuple[str, Role]]] = {0: [], 1: []}
+    for i in range(8):
+        request = prompt(f"r{i}", 800, i, avoid=frozenset({1 - i % 2}))
+        on[placer.place(request, "both", 0.1 * i).worker].append((request.id, "both"))
+    assert len(on[0]) == len(on[1]) == 4
+    for name, _ in on[1]:
+        placer.prefilled(name, 1.0)
+    placer.prefilled(on[0][1][0], 1.0)
+    found = {}
+    for second in range(1, 40):
+        for name, _ in on[1]:
+            placer.progress(name, 10 * second, float(second))
+        placer.progress(on[0][1][0], 10, 1.0 + 0.1 * min(second, 3))
+        if stalled := placer.tick(float(second)):
+            found[second] = stalled
+            assert placer.health.state(0, float(second)) == "out"
+            break
+    assert list(found.values()) == [on[0]]
+    for name, _ in on[0]:
+        assert placer.failed(name, "both", 40.0, "stalled")
+    assert placer.load(0) == Load(0, 0.0, 0, 0)
+    assert not any(placer.tick(float(second)) for second in range(40, 43))
 
 
 def test_who_does_not_tick_sees_no_stalls() -> None:
@@ -660,6 +808,26 @@ def test_prompts_at_once_are_shared_evenly_among_ranks(tokens: int) -> None:
     assert max(on) - min(on) <= 2
 
 
+def test_a_request_is_cancelled_in_one_role_or_in_all() -> None:
+    placer = Placer(PROFILE, block_size=SIZE)
+    fleet = [Worker("p", "prefill"), Worker("d", "decode")]
+    for worker in fleet:
+        placer.add_worker(worker, 0.0)
+    assert placer.workers() == fleet
+    for name in "ab":
+        placer.place(prompt(name, 800), "prefill", 0.0)
+        placer.place(prompt(name, 800, prefill_worker="p"), "decode", 0.0)
+    assert not placer.cancelled("a", 0.1, "both")
+    assert placer.cancelled("a", 0.1, "decode")
+    assert not placer.cancelled("a", 0.1, "decode")
+    assert (placer.load("p").prompts, placer.load("d").sequences) == (2, 1)
+    assert placer.cancelled("a", 0.2)
+    assert placer.cancelled("b", 0.2)
+    assert [placer.load(worker.id) for worker in fleet] == [Load(0, 0.0, 0, 0)] * 2
+    placer.remove_worker("p", 0.3)
+    assert placer.workers() == fleet[1:]
+
+
 def test_what_cannot_be_asked_is_named() -> None:
     placer = fleet(1)
     role: Any = "writer"
@@ -670,6 +838,8 @@ def test_what_cannot_be_asked_is_named() -> None:
             ask(prompt("a", 800), "prefill", math.nan)
     with pytest.raises(ValueError, match="not 'writer'"):
         placer.failed("a", role, 0.0, "it broke")
+    with pytest.raises(ValueError, match="not 'writer'"):
+        placer.cancelled("a", 0.0, role)
     assert placer.load(0).prompts == 0
     for tokens in (0, 1.5, "7"):
         with pytest.raises(ValueError, match=f"tokens must be a whole number of at least 1, not {tokens!r}"):

@@ -55,6 +55,44 @@ def test_the_least_recently_used_go_beyond_the_limit() -> None:
     assert [sessions.bound(name, 3.0) is not None for name in "abc"] == [True, False, True]
 
 
+def test_bindings_are_told_the_latest_first_and_restored_with_their_age() -> None:
+    sessions = Sessions(ttl_s=100.0)
+    for number in range(6):
+        sessions.bind(f"s{number}", Seat(number % 2, 0), 100 * number, 10.0 * number)
+    sessions.bind("s2", Seat(0, 1), 7, 60.0)
+    sessions.drop_worker(1)
+    told = sessions.bindings(2, 70.0)
+    assert told == [("s2", Seat(0, 1), 7, 10.0), ("s4", Seat(0, 0), 400, 30.0)]
+    assert len(sessions.bindings(1000, 70.0)) == 3
+    assert sessions.bindings(1000, 150.0) == [("s2", Seat(0, 1), 7, 90.0)]
+    assert sessions.bindings(0, 70.0) == []
+
+    other = Sessions(ttl_s=100.0)
+    other.bind("s4", Seat("own", 0), 5, 1041.0)
+    other.bind("s2", Seat("own", 0), 5, 1049.0)
+    for session, seat, tokens, age_s in sessions.bindings(1000, 70.0):
+        other.bind(session, seat, tokens, 1070.0, used_at=1070.0 - age_s)
+    assert other.bindings(1000, 1070.0) == [
+        ("s2", Seat(0, 1), 7, 10.0),
+        ("s4", Seat("own", 0), 5, 29.0),
+        ("s0", Seat(0, 0), 0, 70.0),
+    ]
+    assert other.bound("s0", 1100.0) is None
+    assert other.expire(1100.0) == 1
+
+
+def test_a_restored_binding_that_has_expired_or_finds_no_room_is_none() -> None:
+    sessions = Sessions(ttl_s=10.0, limit=3)
+    sessions.bind("old", Seat("w", 0), 1, 20.0, used_at=10.0)
+    assert (len(sessions), sessions.bound("old", 20.0)) == (0, None)
+    for number in range(5):
+        sessions.bind(f"s{number}", Seat("w", 0), 1, 20.0, used_at=19.0 - number)
+    assert len(sessions) == 3
+    assert [name for name, *_ in sessions.bindings(10, 20.0)] == ["s0", "s1", "s2"]
+    sessions.bind("new", Seat("w", 0), 1, 20.0)
+    assert [name for name, *_ in sessions.bindings(10, 20.0)] == ["new", "s0", "s1"]
+
+
 def test_a_worker_that_is_gone_holds_no_session_but_what_they_generate_is_remembered() -> None:
     sessions = Sessions()
     for name, seat in (("a", Seat("w1", 0)), ("b", Seat("w2", 0)), ("c", Seat("w1", 1))):
@@ -138,6 +176,17 @@ class Bindings(RuleBasedStateMachine):
         kept = [entry for entry in self.model if entry[0] != session]
         self.model = [*kept, (session, Seat(worker, rank), tokens, self.now)][-LIMIT:]
 
+    @rule(session=NAMES, worker=WORKERS, tokens=st.integers(0, 1000), age_s=st.sampled_from([0.25, 1.0, 3.5, TTL_S]))
+    def restore(self, session: str, worker: int, tokens: int, age_s: float) -> None:
+        used_at = self.now - age_s
+        self.sessions.bind(session, Seat(worker, 0), tokens, self.now, used_at)
+        known = [entry for entry in self.model if entry[0] == session]
+        if age_s < TTL_S and not any(entry[3] >= used_at for entry in known):
+            kept = [entry for entry in self.model if entry[0] != session]
+            self.model = sorted([*kept, (session, Seat(worker, 0), tokens, used_at)], key=lambda entry: entry[3])[
+                -LIMIT:
+            ]
+
     @rule(worker=WORKERS)
     def lose(self, worker: int) -> None:
         self.sessions.expire(self.now)
@@ -152,11 +201,15 @@ class Bindings(RuleBasedStateMachine):
 
     @invariant()
     def each_is_bound_to_what_it_was_bound_to_last(self) -> None:
+        assert len(self.sessions) <= LIMIT
         expected = {session: (seat, tokens) for session, seat, tokens, _ in self.model}
         for session in "abcdefgh":
             found = self.sessions.bound(session, self.now), self.sessions.resident(session, self.now)
             assert found == expected.get(session, (None, 0))
-        assert len(self.sessions) <= LIMIT
+        bound = [
+            (name, seat, tokens, self.now - at) for name, seat, tokens, at in reversed(self.model) if seat is not None
+        ]
+        assert self.sessions.bindings(LIMIT, self.now) == bound
 
     @invariant()
     def none_is_kept_beyond_its_time(self) -> None:

@@ -40,6 +40,7 @@ from ._profile import DecodeCost, Profile, ProfileError, StepCost, TierCost, loa
 from ._sessions import Sessions
 from ._store_tier import StoreTier, block_id, mooncake_key
 from ._types import (
+    Booked,
     Candidate,
     Decision,
     Explanation,
@@ -57,6 +58,7 @@ from .version import __version__
 
 __all__ = [
     "SUPPORTED",
+    "Booked",
     "Candidate",
     "Decision",
     "DecodeCost",

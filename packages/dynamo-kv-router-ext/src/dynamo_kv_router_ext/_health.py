@@ -92,6 +92,7 @@ class _Record:
         "row",
         "row_at",
         "until",
+        "verdict",
         "verdict_until",
     )
 
@@ -116,6 +117,7 @@ class _Record:
         self.probe_until = math.inf
         #: Until when somebody else wants it out; None where nobody does.
         self.verdict_until: float | None = None
+        self.verdict = ""
         #: Why it was put out.
         self.reason = ""
 
@@ -235,7 +237,7 @@ class Health:
         """Return how long a request that is expected to say something within `expected_s` may be silent (seconds)."""
         return max(self.settings.stall_min_s, self.settings.stall_factor * expected_s)
 
-    def verdict(self, worker: WorkerId, out: bool, now: float, ttl_s: float) -> None:
+    def verdict(self, worker: WorkerId, out: bool, now: float, ttl_s: float, reason: str = "") -> None:
         """Take in what somebody else says of a worker: it shall be out for `ttl_s`, or not any more.
 
         This only adds: it brings back no worker that is out by its own outcomes. The bound on how many are out holds.
@@ -249,6 +251,7 @@ class Health:
         if record is None:
             return
         record.verdict_until = now + ttl_s if out else None
+        record.verdict = reason
         if out:
             self._want(record)
         elif record.until is None:
@@ -284,7 +287,8 @@ class Health:
         if record.until is not None and now < record.until:
             return f"out for {record.until - now:.1f} s more ({record.reason})"
         assert record.verdict_until is not None
-        return f"out for {record.verdict_until - now:.1f} s more (verdict from outside)"
+        said = f": {record.verdict}" if record.verdict else ""
+        return f"out for {record.verdict_until - now:.1f} s more (verdict from outside{said})"
 
     def probe(self, worker: WorkerId, now: float, expected_s: float = 0.0) -> bool:
         """Claim a half-open worker's probe for a request that is placed now; false where there is none to claim.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import array
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -256,6 +256,20 @@ class PrefixIndex:
         for tier, mask in ((device, whole), (host, in_host), (disk, in_disk), (store, in_store)):
             for slot in _bits(mask):
                 tier[slot] += place
+        return Matches(tuple(self._seats), device, host, disk, store)
+
+    def told(self, cached: Mapping[Seat, tuple[int, int, int, int]]) -> Matches:
+        """Return what another index counts, for the seats of this one; those that are absent there have nothing.
+
+        Raises ValueError for counts that are not four numbers of at least 0.
+        """
+        rows = []
+        for seat in self._seats:
+            row = cached.get(seat, (0, 0, 0, 0))
+            if len(row) != 4 or min(row) < 0:
+                raise ValueError(f"cached at {seat!r} must be four numbers of blocks of at least 0, not {row!r}")
+            rows.append(row)
+        device, host, disk, store = map(list, zip(*rows, strict=True)) if rows else ([], [], [], [])
         return Matches(tuple(self._seats), device, host, disk, store)
 
     def _runs(self, blocks: Sequence[int], now: float) -> Iterator[tuple[int, int, bool]]:

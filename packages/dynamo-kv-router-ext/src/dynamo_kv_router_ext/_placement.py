@@ -7,14 +7,16 @@ What is booked where, and what that comes to, is in `_seats`.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from ._candidates import Candidates, Row, terms_of
 from ._health import Health
-from ._index import PrefixIndex
+from ._index import Matches, PrefixIndex
 from ._learning import Estimator
 from ._profile import Profile
 from ._seats import Booking, Flow, Pool, SeatState, WorkerState, backlog, lockstep_parts, lockstep_span, sum_areas
@@ -22,7 +24,7 @@ from ._sessions import Sessions
 from ._types import (
     EXTERNAL_TIERS,
     ROLES,
-    Candidate,
+    Booked,
     Decision,
     Explanation,
     ExternalTier,
@@ -30,7 +32,6 @@ from ._types import (
     Request,
     Role,
     Seat,
-    Terms,
     Tier,
     Worker,
     WorkerId,
@@ -88,11 +89,6 @@ class Load:
     resident_tokens: int
 
 
-#: (cost, wait, fetch, work, first token, token, others, risk, device tokens, host, disk, store tokens fetched, whether
-#: others are better read anew)
-_Row = tuple[float, float, float, float, float, float, float, float, int, int, int, int, bool]
-
-
 class Placer:
     """Places requests on workers by the time they are expected to take, theirs and the others'.
 
@@ -132,6 +128,8 @@ class Placer:
         #: Running mean of measured over expected time of prompts, at least 1: how far the estimates may be trusted.
         self._late = _UNSURE
         self._ticked = -math.inf
+        #: Decoders live, and the workers of the two roles are not all of one transfer group.
+        self._apart = False
 
     # Workers and their caches
 
@@ -149,8 +147,7 @@ class Placer:
         self._workers[worker.id] = state
         pool = self._pools[worker.role]
         pool.workers[worker.id] = state
-        pool.changed()
-        self._reorder()
+        self._changed(pool)
 
     def remove_worker(self, worker: WorkerId, now: float) -> list[str]:
         """Forget a worker; returns the requests that were booked there. KeyError if it is not in the fleet."""
@@ -166,12 +163,15 @@ class Placer:
             self._soon.drop_seat(seat.name)
         pool = self._pools[state.spec.role]
         del pool.workers[worker]
-        pool.changed()
-        self._reorder()
+        self._changed(pool)
         self.sessions.drop_worker(worker)
         self.health.drop(worker)
         self.estimator.forget(worker)
         return list(lost)
+
+    def workers(self) -> list[Worker]:
+        """The workers of the fleet, in the order in which they came."""
+        return [state.spec for state in self._workers.values()]
 
     def stored(self, worker: WorkerId, rank: int, tier: Tier, blocks: Sequence[int]) -> None:
         """Blocks came into a tier of a rank. Events of workers that are not in the fleet are ignored."""
@@ -192,8 +192,12 @@ class Placer:
         if seat is not None:
             self.index.cleared(seat.name, tier)
 
-    def _reorder(self) -> None:
-        """Note where each seat stands in the index's lists."""
+    def _changed(self, pool: Pool) -> None:
+        """A worker came or left: note the transfer groups, and where each seat stands in the index's lists."""
+        pool.changed()
+        decoders, readers = self._pools["decode"].workers, self._pools["prefill"].workers
+        groups = {state.spec.transfer_group for state in (*decoders.values(), *readers.values())}
+        self._apart = bool(decoders) and len(groups) > 1
         for i, name in enumerate(self.index.seats):
             if name.worker in self._workers:
                 self._workers[name.worker].seats[name.rank].place = i
@@ -204,37 +208,41 @@ class Placer:
 
     # Decisions
 
-    def place(self, request: Request, role: Role, now: float) -> Decision:
-        """Choose a seat and book the request there.
+    def place(self, request: Request, role: Role, now: float, *, explain: bool = False) -> Decision:
+        """Choose a seat and book the request there; `explain`: the decision lists every candidate.
 
-        NoWorkerError if no worker of the role (and of the prefill worker's transfer group) lives; ValueError if the
-        request is booked in this role already, for an unknown role, and for a time that is no number.
+        NoWorkerError if no worker of the role lives, or none that pairs with a worker of the other role: of the
+        prefill worker's transfer group for `decode`, of any decoder's for `prefill`, where decoders live. ValueError if
+        the request is booked in this role already, for an unknown role, and for a time that is no number.
         """
         _check(role, now)
         if request.id in self._booked[role]:
             raise ValueError(f"request {request.id!r} is booked as {role} already")
-        seats = self._candidates(request, role, now)[0]
-        row, seat, output = self._choose(request, role, seats, now, None)
+        seats, refused = self._candidates(request, role, now)
+        rows: list[tuple[Row, SeatState]] | None = [] if explain else None
+        row, seat, output, runner_up = self._choose(request, role, seats, now, rows)
         self._turn += 1
         booking = Booking(request.id, role, seat, request.tokens, request.session, now, output)
-        terms = _terms(row)
+        terms = terms_of(row)
         fetched = sum(terms.fetch_tokens.values())
+        booking.cached = terms.device_tokens + fetched
+        booking.first_token_s = terms.first_token_s
+        booking.ready_at = now + terms.fetch_s
         if role == "decode":
             booking.service_s = terms.work_s
             booking.source = self._workers.get(request.prefill_worker)
         else:
-            booking.cached = terms.device_tokens + fetched
             booking.new = request.tokens - booking.cached
             spec = seat.worker.spec
             booking.service_s = self.estimator.prefill_s(spec.id, booking.new, booking.cached, spec.chunk_tokens)
-            booking.ready_at = now + terms.fetch_s
             booking.marks = request.blocks[_STRIDE - 1 :: _STRIDE]
             if fetched:
                 if seat.link_until <= now and len(terms.fetch_tokens) == 1:
                     booking.fetched = next(iter(terms.fetch_tokens.items()))
                 seat.link_until = booking.ready_at
+        booking.resident = request.tokens + (int(output / 2) if role != "prefill" else 0)
         self._book(booking, now)
-        self._pools[role].arrived(seat, (terms.device_tokens + fetched) / request.tokens, terms, booking.service_s, now)
+        self._pools[role].arrived(booking, now)
         note = ""
         if request.session is not None and role != "prefill":
             bound = self.sessions.bound(request.session, now)
@@ -246,18 +254,16 @@ class Placer:
             note = "probe" if probe else "last"
         # What is on the device now may be in a slower tier when its turn comes, so the bound is only what was refused.
         most = fetched if role == "decode" or row[12] else request.tokens
-        return Decision(request.id, role, seat.name.worker, seat.name.rank, terms, most, note)
+        listed = Candidates(rows, refused) if rows is not None else ()
+        return Decision(request.id, role, seat.name.worker, seat.name.rank, terms, most, note, runner_up, listed)
 
     def explain(self, request: Request, role: Role, now: float) -> Explanation:
         """Every candidate with its terms, the cheapest first; nothing is booked. Errors as for `place`."""
         _check(role, now)
         seats, refused = self._candidates(request, role, now)
-        rows: list[tuple[_Row, SeatState]] = []
+        rows: list[tuple[Row, SeatState]] = []
         self._choose(request, role, seats, now, rows)
-        rows.sort(key=lambda pair: pair[0][0])
-        asked = [Candidate(seat.name.worker, seat.name.rank, _terms(row)) for row, seat in rows]
-        passed = [Candidate(seat.name.worker, seat.name.rank, None, why) for seat, why in refused]
-        return Explanation(request.id, role, (*asked, *passed))
+        return Explanation(request.id, role, tuple(Candidates(rows, refused)))
 
     def _candidates(
         self, request: Request, role: Role, now: float
@@ -284,6 +290,8 @@ class Placer:
                     f"request {request.id!r}: no worker of role {role} is of transfer group {group!r}, as its prefill "
                     f"worker {request.prefill_worker!r} is (others: {', '.join(repr(name) for name in pool.workers)})"
                 )
+        if role == "prefill" and self._apart:
+            states = self._paired(request, states, refused, now)
         if request.tokens > pool.capacity_tokens:
             large = {name: state for name, state in states.items() if state.spec.capacity_tokens >= request.tokens}
             if large:  # else the engine may know better
@@ -295,15 +303,47 @@ class Placer:
                 ]
                 states = large
         admitted = self.health.admitted(list(states), now)
+        if request.avoid:
+            admitted = [name for name in admitted if name not in request.avoid] or admitted
         if len(admitted) == len(pool.workers):
             return pool.seats, refused
         allowed = set(admitted)
         refused += [
-            (seat, self.health.why(seat.name.worker, now))
+            (seat, self.health.why(seat.name.worker, now) or "it failed this request before")
             for seat in pool.seats
             if seat.name.worker in states and seat.name.worker not in allowed
         ]
         return [seat for seat in pool.seats if seat.name.worker in allowed], refused
+
+    def _paired(
+        self,
+        request: Request,
+        states: dict[WorkerId, WorkerState],
+        refused: list[tuple[SeatState, str]],
+        now: float,
+    ) -> dict[WorkerId, WorkerState]:
+        """The prefill workers whose KV a decoder can pull, if possible one that may be asked; others are refused."""
+        decoders = self._pools["decode"].workers
+        living = {state.spec.transfer_group for state in decoders.values()}
+        readers = {state.spec.transfer_group for state in states.values()}
+        if not living & readers:
+            raise NoWorkerError(
+                f"request {request.id!r}: no decoder of transfer group {_either(readers)} lives, as the prefill "
+                f"workers are of (decoders: {_either(living)})"
+            )
+        admitted = self.health.admitted(list(decoders), now)
+        asked = {decoders[name].spec.transfer_group for name in admitted if name not in request.avoid}
+        for groups, why in ((living, "lives"), (asked, "may be asked")):
+            kept = {name: state for name, state in states.items() if state.spec.transfer_group in groups}
+            if kept and len(kept) < len(states):
+                refused += [
+                    (seat, f"no decoder of transfer group {state.spec.transfer_group!r} {why}")
+                    for name, state in states.items()
+                    if name not in kept
+                    for seat in state.seats
+                ]
+                states = kept
+        return states
 
     def _choose(
         self,
@@ -311,14 +351,15 @@ class Placer:
         role: Role,
         seats: list[SeatState],
         now: float,
-        rows: list[tuple[_Row, SeatState]] | None,
-    ) -> tuple[_Row, SeatState, float]:
-        """The cheapest seat, its row and the expected output; every row goes to `rows` if given.
+        rows: list[tuple[Row, SeatState]] | None,
+    ) -> tuple[Row, SeatState, float, float]:
+        """The cheapest seat and its row, the expected output, the second cheapest cost; rows go to `rows` if given.
 
         Ties go to the first seat in an order that moves on by one with each placement.
         """
         self._asked += 1
-        matches = self.index.match(request.blocks, now)
+        told = request.cached
+        matches = self.index.match(request.blocks, now) if told is None else self._told(told)
         soon = self._soon.match(request.blocks[_STRIDE - 1 :: _STRIDE], now).device
         pool = self._pools[role]
         rate, busy = pool.fresh.rates(now)
@@ -334,7 +375,8 @@ class Placer:
         # The last token is always computed, so the block that holds it never counts.
         most = (request.tokens - 1) // size * size
         tokens = request.tokens
-        best: _Row | None = None
+        best: Row | None = None
+        second = math.inf
         winner = seats[0]
         count = len(seats)
         first = self._turn % count
@@ -358,10 +400,23 @@ class Placer:
                 row = self._with_risk(seat, row, risk, pool, now)
             if rows is not None:
                 rows.append((row, seat))
-            if best is None or row[0] < best[0]:
+            if best is None:
                 best, winner = row, seat
+            elif row[0] < best[0]:
+                second = best[0]
+                best, winner = row, seat
+            elif row[0] < second:
+                second = row[0]
         assert best is not None
-        return best, winner, output
+        return best, winner, output, second
+
+    def _told(self, cached: Mapping[Seat, tuple[int, int, int, int]]) -> Matches:
+        """What a live index says, in the order of our own; a rank that it knows blocks of tells of its cache."""
+        matches = self.index.told(cached)
+        for (worker, rank), counts in cached.items():
+            if counts[0] and (seat := self._seat(worker, rank)) is not None:
+                seat.events = True
+        return matches
 
     def _prefill_row(
         self,
@@ -372,7 +427,7 @@ class Placer:
         external: tuple[int, int, int],
         now: float,
         fresh: tuple[float, float],
-    ) -> _Row:
+    ) -> Row:
         """Reading the prompt at a seat: the cut between fetch and recompute that costs least."""
         spec = seat.worker.spec
         wait = backlog(seat, now) if seat.queue else 0.0
@@ -411,7 +466,7 @@ class Placer:
         fetch: float,
         share: float,
         now: float,
-    ) -> _Row:
+    ) -> Row:
         """The row in which so many tokens are fetched from each tier, and those behind them read."""
         spec = seat.worker.spec
         known = cached + taken[0] + taken[1] + taken[2]
@@ -472,7 +527,7 @@ class Placer:
                 before = max(before, decode_s(spec.id, len(rank.running), rank.running_tokens))
         return max(token, before), before, beside
 
-    def _decode_row(self, seat: SeatState, tokens: int, held: int, output: float, now: float) -> _Row:
+    def _decode_row(self, seat: SeatState, tokens: int, held: int, output: float, now: float) -> Row:
         """Generating at a seat: pull what is missing, wait for room, then slow down those beside it."""
         spec = seat.worker.spec
         weight = self.settings.token_weight
@@ -496,7 +551,7 @@ class Placer:
         half_s = 0.5 * output * token
         return half_s * max(short / max(seat.resident, 1), slots / booked, 1.0 / booked)
 
-    def _both_row(self, seat: SeatState, row: _Row, tokens: int, output: float, now: float) -> _Row:
+    def _both_row(self, seat: SeatState, row: Row, tokens: int, output: float, now: float) -> Row:
         """A row of prefill with generation at the same seat added to it."""
         weight = self.settings.token_weight
         wait, work = row[1], row[3]
@@ -509,7 +564,7 @@ class Placer:
         cost = first + weight * output * token + others
         return (cost, wait + room, row[2], work, first, token, others, 0.0, *row[8:])
 
-    def _with_risk(self, seat: SeatState, row: _Row, risk: float, pool: Pool, now: float) -> _Row:
+    def _with_risk(self, seat: SeatState, row: Row, risk: float, pool: Pool, now: float) -> Row:
         """The row with what the seat's failures make likely to be lost: this attempt and a first token elsewhere.
 
         A half-open worker is asked for one request whatever its risk: else it might never come back.
@@ -526,7 +581,8 @@ class Placer:
         self._booked[booking.role][booking.request] = booking
         if not seat.queue and not seat.running:
             seat.alive_at = now
-        if booking.role != "decode":
+        waits = booking.role == "prefill" or (booking.role == "both" and not booking.generated)
+        if waits:
             if not any(rank.queue for rank in seat.worker.seats):
                 seat.worker.step_at = now
             else:
@@ -540,12 +596,84 @@ class Placer:
             seat.queue_s += booking.service_s
             seat.queue_tokens += booking.new
             self._soon.stored(seat.name, "device", booking.marks)
-        booking.resident = booking.tokens + (int(booking.output / 2) if booking.role != "prefill" else 0)
         seat.resident += booking.resident
         if booking.source is not None:
             booking.source.held += booking.tokens
-        if booking.role == "decode":
+        if not waits:
             self._start(booking, now)
+
+    def booking(self, request_id: str, role: Role) -> Booked | None:
+        """What another placer needs to book the same; None where the request is not booked in the role.
+
+        ValueError for an unknown role.
+        """
+        _check(role, 0.0)
+        booking = self._booked[role].get(request_id)
+        if booking is None:
+            return None
+        seat = booking.seat.name
+        source = booking.source
+        return Booked(
+            id=request_id,
+            role=role,
+            worker=seat.worker,  # type: ignore[arg-type]  # a fleet of several placers has names that can be sent
+            rank=seat.rank,
+            tokens=booking.tokens,
+            new=booking.new,
+            cached=booking.cached,
+            output=booking.output,
+            resident=booking.resident,
+            service_s=booking.service_s,
+            fetch_s=booking.ready_at - booking.booked_at,
+            first_token_s=booking.first_token_s,
+            session=booking.session,
+            marks=list(booking.marks),
+            prefill_worker=source.spec.id if source is not None else None,  # type: ignore[arg-type]
+            generated=booking.generated,
+        )
+
+    def adopt(self, booked: Booked, now: float, *, arrived: bool = True) -> bool:
+        """Book what another placer has booked; True if that changed anything.
+
+        What is booked at another seat is moved; what is booked there already stays as it is, and what is booked at a
+        worker or a rank that is not in the fleet is ignored. `arrived`: it was placed just now; else it is only learnt
+        of late, and counts neither as an arrival nor as a probe, nor against a session's binding. ValueError for a time
+        that is no number.
+        """
+        _check(booked.role, now)
+        seat = self._seat(booked.worker, booked.rank)
+        if seat is None:
+            return False
+        before = self._booked[booked.role].get(booked.id)
+        if before is not None:
+            if before.seat is seat:
+                return False
+            self._drop(before, now)
+            self.health.cancelled(before.seat.name.worker, now, before.booked_at)
+        booking = Booking(booked.id, booked.role, seat, booked.tokens, booked.session, now, booked.output)
+        booking.new, booking.cached, booking.resident = booked.new, booked.cached, booked.resident
+        booking.service_s, booking.first_token_s = booked.service_s, booked.first_token_s
+        booking.ready_at = now + booked.fetch_s
+        booking.marks, booking.generated = booked.marks, booked.generated
+        if booked.role == "decode":
+            if booked.prefill_worker is not None and not booked.generated:
+                booking.source = self._workers.get(booked.prefill_worker)
+        elif booked.fetch_s > 0.0:
+            seat.link_until = max(seat.link_until, booking.ready_at)
+        self._book(booking, now)
+        if arrived and before is None:
+            self._turn += 1
+            self._pools[booked.role].arrived(booking, now)
+        session = booked.session
+        if session is not None and booked.role != "prefill" and (arrived or self.sessions.bound(session, now) is None):
+            self.sessions.bind(session, seat.name, booked.tokens, now)
+        if arrived and self.health.state(seat.name.worker, now) != "in":
+            self.health.probe(seat.name.worker, now, self._late * booked.first_token_s)
+        return True
+
+    def requests(self) -> list[str]:
+        """The ids of all that is booked, in the order of booking within a role."""
+        return list(dict.fromkeys(itertools.chain.from_iterable(self._booked.values())))
 
     def _start(self, booking: Booking, now: float) -> None:
         """It generates from now on."""
@@ -716,11 +844,15 @@ class Placer:
             self.health.succeeded(seat.name.worker, now, booking.booked_at)
         return found
 
-    def cancelled(self, request_id: str, now: float) -> bool:
-        """The client went away: all the request's bookings end. False for an unknown request."""
+    def cancelled(self, request_id: str, now: float, role: Role | None = None) -> bool:
+        """The client went away: all the request's bookings end, or only that in `role`. False for an unknown request.
+
+        ValueError for an unknown role.
+        """
+        _check(role or "both", now)
         found = False
-        for role in ROLES:
-            booking = self._booked[role].get(request_id)
+        for ended in ROLES if role is None else (role,):
+            booking = self._booked[ended].get(request_id)
             if booking is not None:
                 found = True
                 self._drop(booking, now)
@@ -747,15 +879,17 @@ class Placer:
         for rank in seat.worker.seats:
             rank.alive_at = now
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float) -> list[tuple[str, Role]]:
         """Look for stalls: a seat that owes something and has been silent for far longer than expected.
 
-        Call it every second or so; after a gap of 10 s it is the caller who was silent, and nobody has stalled.
+        Returns what is booked at the workers that are found to stand still, with its role, the oldest first. It stays
+        booked. Call it every second or so; after a gap of 10 s it is the caller who was silent, and nobody has stalled.
         What was learned of workers that nobody asks any more fades here too.
         """
         self.estimator.settle(now)
         gap = now - self._ticked > _GAP_S
         self._ticked = now
+        silent: list[Booking] = []
         for state in self._workers.values():
             if gap:
                 self._signed(state.seats[0], now)
@@ -768,7 +902,11 @@ class Placer:
                     booked = max(b.booked_at for b in (*seat.queue.values(), *seat.running.values()))
                     self.health.stalled(state.spec.id, now, booked)
                     self._signed(seat, now)
+                    for rank in state.seats:
+                        silent += (*rank.queue.values(), *rank.running.values())
                     break
+        silent.sort(key=lambda booking: booking.booked_at)
+        return [(booking.request, booking.role) for booking in silent]
 
     def _due(self, seat: SeatState) -> float:
         """Until when a seat that owes something may be silent; without end where silence says nothing of it."""
@@ -809,6 +947,10 @@ def _check(role: str, now: float) -> None:
         raise ValueError(f"now must be a finite number of seconds, not {now!r}")
 
 
+def _either(groups: set[str | None]) -> str:
+    return " or ".join(sorted(repr(group) for group in groups))
+
+
 def _beyond(external: tuple[int, int, int], ahead: int) -> tuple[int, int, int]:
     """Blocks per tier that are left when the first `ahead` of them need no fetching."""
     left = []
@@ -817,20 +959,3 @@ def _beyond(external: tuple[int, int, int], ahead: int) -> tuple[int, int, int]:
         ahead -= used
         left.append(count - used)
     return left[0], left[1], left[2]
-
-
-def _terms(row: _Row) -> Terms:
-    """A row in the words that others read."""
-    fetched = {tier: count for tier, count in zip(EXTERNAL_TIERS, row[9:12], strict=True) if count}
-    return Terms(
-        wait_s=row[1],
-        fetch_s=row[2],
-        work_s=row[3],
-        first_token_s=row[4],
-        token_s=row[5],
-        others_s=row[6],
-        risk_s=row[7],
-        cost_s=row[0],
-        device_tokens=row[8],
-        fetch_tokens=fetched,
-    )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ._types import ExternalTier, Role, Seat, Terms, Worker, WorkerId
+from ._types import ExternalTier, Role, Seat, Worker, WorkerId
 
 __all__ = [
     "Booking",
@@ -81,8 +81,9 @@ class Booking:
     service_s: float = 0.0
     #: The tier and the tokens that it fetches, if from one tier and by an idle link.
     fetched: tuple[ExternalTier, int] | None = None
-    #: When its fetched blocks are there.
+    #: When its fetched blocks are there, and its first token, both as expected when it was booked.
     ready_at: float = 0.0
+    first_token_s: float = 0.0
     #: The seat was idle when it was booked.
     alone: bool = False
     #: Some of the prompt's blocks: what it will leave in the cache.
@@ -181,12 +182,13 @@ class Pool:
         self.seats = [seat for worker in self.workers.values() for seat in worker.seats]
         self.capacity_tokens = min((worker.spec.capacity_tokens for worker in self.workers.values()), default=0)
 
-    def arrived(self, seat: SeatState, cached: float, terms: Terms, work_s: float, now: float) -> None:
-        """One more request was placed, the share `cached` of whose prompt need not be read, with so much work."""
+    def arrived(self, booking: Booking, now: float) -> None:
+        """One more request was placed. The share of its prompt that need not be read is work that comes back."""
         if self.first_token_s is None:
-            self.first_token_s = terms.first_token_s
-        self.first_token_s += 0.05 * (terms.first_token_s - self.first_token_s)
-        seat.returning.arrived(cached, cached * work_s, now)
+            self.first_token_s = booking.first_token_s
+        self.first_token_s += 0.05 * (booking.first_token_s - self.first_token_s)
+        cached, work_s = booking.cached / booking.tokens, booking.service_s
+        booking.seat.returning.arrived(cached, cached * work_s, now)
         self.fresh.arrived(1.0 - cached, (1.0 - cached) * work_s, now)
 
 

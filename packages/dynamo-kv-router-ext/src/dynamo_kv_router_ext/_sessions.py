@@ -56,8 +56,11 @@ class Sessions:
         self._fleet_answers = 0
         #: The least recently used first.
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        #: Whether they are in that order, and within the limit.
+        self._arranged = True
 
     def __len__(self) -> int:
+        self._arrange()
         return len(self._sessions)
 
     def bound(self, session: str | None, now: float) -> Seat | None:
@@ -70,8 +73,14 @@ class Sessions:
         known = self._known(session, now)
         return 0 if known is None else known.tokens
 
-    def bind(self, session: str, seat: Seat, tokens: int, now: float) -> None:
-        """Bind a session to a seat, and to no other one, with so many tokens of its KV there; this counts as use."""
+    def bind(self, session: str, seat: Seat, tokens: int, now: float, used_at: float | None = None) -> None:
+        """Bind a session to a seat, and to no other one, with so many tokens of its KV there; this counts as use.
+
+        `used_at`: when it was used, where that is heard of late. A binding that is as young or younger stays then.
+        """
+        if used_at is not None:
+            self._restore(session, seat, tokens, now, min(used_at, now))
+            return
         self.expire(now)
         known = self._sessions.get(session)
         if known is None:
@@ -83,6 +92,20 @@ class Sessions:
         known.seat = seat
         known.tokens = tokens
         known.used_at = now
+
+    def bindings(self, limit: int, now: float) -> list[tuple[str, Seat, int, float]]:
+        """Return the sessions that are bound, at most `limit`: each with its seat, its tokens of KV there and its age.
+
+        The age is the seconds since its last use; the most recently used come first.
+        """
+        self._arrange()
+        found: list[tuple[str, Seat, int, float]] = []
+        for session, known in reversed(self._sessions.items()):
+            if len(found) >= limit or now - known.used_at >= self.ttl_s:
+                break
+            if known.seat is not None:
+                found.append((session, known.seat, known.tokens, max(now - known.used_at, 0.0)))
+        return found
 
     def drop_worker(self, worker: WorkerId) -> int:
         """Unbind the sessions of a worker that is gone, and return how many; how much they generate is remembered."""
@@ -96,6 +119,7 @@ class Sessions:
 
     def expire(self, now: float) -> int:
         """Forget the sessions that were not used for `ttl_s`, and return how many. Every `bind` does so as well."""
+        self._arrange()
         expired = 0
         while self._sessions:
             session, known = next(iter(self._sessions.items()))
@@ -120,6 +144,26 @@ class Sessions:
         if known is not None:
             known.answers += 1
             known.mean_output += (tokens - known.mean_output) * max(1 / known.answers, _SESSION_WEIGHT)
+
+    def _restore(self, session: str, seat: Seat, tokens: int, now: float, used_at: float) -> None:
+        """Bind a session as of an earlier time, unless what is known of it is younger."""
+        known = self._sessions.get(session)
+        if now - used_at >= self.ttl_s or (known is not None and known.used_at >= used_at):
+            return
+        if known is None:
+            known = self._sessions[session] = _Session()
+        self._sessions.move_to_end(session)
+        known.seat, known.tokens, known.used_at = seat, tokens, used_at
+        # Many are restored at once: they are put in order when somebody needs it.
+        self._arranged = False
+
+    def _arrange(self) -> None:
+        """Put those that were restored where they belong, and forget those beyond the limit."""
+        if not self._arranged:
+            self._arranged = True
+            self._sessions = OrderedDict(
+                sorted(self._sessions.items(), key=lambda item: item[1].used_at)[-self.limit :]
+            )
 
     def _known(self, session: str | None, now: float) -> _Session | None:
         known = self._sessions.get(session) if session is not None else None

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
+
+import msgspec
 
 __all__ = [
     "EXTERNAL_TIERS",
     "ROLES",
     "TIERS",
+    "Booked",
     "Candidate",
     "Decision",
     "Explanation",
@@ -36,6 +40,8 @@ ExternalTier = Literal["host", "disk", "store"]
 EXTERNAL_TIERS: tuple[ExternalTier, ...] = get_args(ExternalTier)
 #: A worker's name: Dynamo's instance id, or any other value that can be a key.
 WorkerId = Hashable
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 
 
 class NoWorkerError(LookupError):
@@ -93,6 +99,11 @@ class Request:
     output_tokens: int | None = None
     #: Where its prompt was read, for the choice of its decoder: only workers of the same transfer group are asked.
     prefill_worker: WorkerId | None = None
+    #: What a live index says of the prompt: blocks on a rank's device, then, beyond those, in its host memory, on its
+    #: disk, in the store. A rank that is absent has none. None: what the placer itself was told counts.
+    cached: Mapping[Seat, tuple[int, int, int, int]] | None = None
+    #: Workers that failed it already: asked only where no other one may be.
+    avoid: frozenset[WorkerId] = frozenset()
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, int) or self.tokens < 1:
@@ -153,6 +164,10 @@ class Decision:
     fetch_tokens: int = 0
     #: Why a session left its decoder; `probe`: a half-open worker; `last`: every worker was out; else empty.
     note: str = ""
+    #: `cost_s` of the second cheapest rank; infinite where there was no other one.
+    runner_up_s: float = math.inf
+    #: Every rank, the cheapest first, those that were passed over last; empty unless `place` was asked to explain.
+    candidates: Sequence[Candidate] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,3 +177,34 @@ class Explanation:
     request: str
     role: Role
     candidates: tuple[Candidate, ...]
+
+
+class Booked(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+    """What another placer needs to book the same request at the same rank: `Placer.booking` makes it, `adopt` takes it.
+
+    An array on the wire, as msgspec encodes it; a later version may append fields.
+    """
+
+    id: str
+    role: Role
+    worker: int | str
+    rank: int
+    #: Tokens of the prompt; of these, those to read, and those that are cached or fetched there.
+    tokens: Annotated[int, msgspec.Meta(ge=1)]
+    new: _Count
+    cached: _Count
+    #: Expected length of the answer, tokens.
+    output: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
+    #: KV that it is booked with, tokens.
+    resident: _Count
+    #: Expected seconds of the rank, of fetching, and until the first token, as of when it was placed.
+    service_s: _Seconds
+    fetch_s: _Seconds
+    first_token_s: _Seconds
+    session: str | None = None
+    #: Hashes of some of the prompt's blocks, which it will leave in the cache.
+    marks: list[int] = []
+    #: The worker that still holds the prompt's KV.
+    prefill_worker: int | str | None = None
+    #: Tokens generated so far, as far as was reported.
+    generated: _Count = 0
