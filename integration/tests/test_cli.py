@@ -196,6 +196,7 @@ def test_home_that_cannot_be_is_named(tmp_path: Path) -> None:
         (["up", "--profile", "gpu"], "'gpu'"),
         (["up", "--profile", "mocker", "--prefill", "0"], "--prefill 0"),
         (["up", "--profile", "mocker", "--decode", "5000"], "--decode 5000"),
+        (["up", "--profile", "mocker", "--router", "1"], "--router 1: this profile has no component called 'router'"),
         (["up", "--profile", "mocker", "--model", "nowhere"], "--model nowhere"),
         (["doctor", "--port", "70000"], "--port 70000"),
         (["install", "--profile", "nowhere.yaml"], "nowhere.yaml"),

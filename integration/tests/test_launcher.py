@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -65,6 +66,25 @@ def test_counts_are_taken_from_the_command_line(stack: Stack) -> None:
     assert sorted(state.components) == ["decode-0", "decode-1", "frontend", "prefill-0", "prefill-1"]
     assert len(stack.listed()) == 4
     assert len({one.instance for one in state.components.values() if one.worker}) == 4
+
+
+def test_routers_stand_between_the_frontend_and_the_workers_and_come_back(stack: Stack) -> None:
+    stack.profile = "mocker-router"
+    stack.up("--prefill", "2", "--router", "2")
+    components = stack.state.components
+    assert sorted(components) == ["decode", "frontend", "prefill-0", "prefill-1", "router-0", "router-1"]
+    assert {one.instance for one in components.values() if one.worker} == stack.listed()
+    # The workers that the warm-up went through are named, by the router.
+    said = re.search(r"prefill worker ([0-9a-f]+), decode worker ([0-9a-f]+)", stack.state.warm_up or "")
+    assert said is not None
+    ids = [str(int(found, 16)) for found in said.groups()]
+    assert ids[0] in {components[name].instance for name in ("prefill-0", "prefill-1")}
+    assert ids[1] == components["decode"].instance
+    os.kill(components["router-0"].pid or 0, signal.SIGKILL)
+    until(lambda: stack.state.components["router-0"].restarts == 1, 30, "the launcher notices")
+    until(stack.ready, 60, "the router is back")
+    body = {"model": stack.model, "prompt": "Hello", "max_tokens": 4}
+    assert stack.post("/completions", body).status_code == 200
 
 
 def test_second_up_is_refused_and_changes_nothing(stack: Stack) -> None:

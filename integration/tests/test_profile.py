@@ -116,6 +116,39 @@ def test_cpu_tools_profile_is_cpu_agg_with_our_chat_engine() -> None:
         assert ours.environment == stock.environment
 
 
+def test_router_profiles_put_the_router_between_frontend_and_workers() -> None:
+    for name in ("cpu", "mocker"):
+        profile = profiles.load(f"{name}-router")
+        assert profile.plugins == ["dynamo-kv-router-ext"]
+        ours = {process.name: process for process in _render(profiles.with_counts(profile, {"router": 2}))}
+        stock = {process.name: process for process in _render(profiles.load(name))}
+        assert sorted(ours) == sorted([*stock, "router-0", "router-1"])
+        pools = [f"pool.{component}.generate" for component in ("prefill", "backend")]
+        for index, role in enumerate(("prefill", "decode")):
+            assert ours[role].args == [*stock[role].args, "--endpoint", f"dyn://{pools[index]}"]
+        frontend = ours["frontend"].args
+        # No worker is in its namespace, so that it routes to the router alone.
+        assert frontend[frontend.index("--namespace") + 1] == "routed"
+        routers = [ours["router-0"], ours["router-1"]]
+        for router in routers:
+            assert (router.worker, router.module) == ("router", "dynamo_kv_router_ext")
+            assert router.args[:4] == ["--endpoint", pools[0], "--endpoint", pools[1]]
+            assert router.environment["DYN_SYSTEM_PORT"] == str(router.ports["system_port"])
+        assert routers[0].ports != routers[1].ports
+
+
+def test_the_router_of_the_cpu_profile_knows_of_the_store_where_there_is_one() -> None:
+    profile = profiles.load("cpu-router")
+    for one, knows in ((profile, False), (profiles.with_mooncake(profile), True)):
+        rendered = _rendered(one)
+        router = next(process for process in rendered.processes if process.name == "router")
+        assert ("--store-fresh-s" in router.args) is knows
+        assert router.args[router.args.index("--profile") + 1] == "/run/files/router.json"
+        assert "store" in json.loads(rendered.files["router.json"])["tiers"]
+    # The rest of the tier is that of `cpu`.
+    assert profiles.with_mooncake(profile).components["prefill"].after == ["mooncake"]
+
+
 EXTENDS = """\
 extends: cpu-agg
 description: other
@@ -135,16 +168,41 @@ def test_a_profile_extends_a_shipped_one(tmp_path: Path) -> None:
     assert list(profile.components) == ["frontend", "worker", "store"]
 
 
+TIER = """\
+extends: cpu
+mooncake:
+  files: {more.json: {}}
+  components:
+    decode: {args: {with-store: true}}
+"""
+
+
+def test_the_tier_of_a_shipped_profile_is_extended_too(tmp_path: Path) -> None:
+    profile, base = profiles.load(_file(tmp_path, TIER)), profiles.load("cpu")
+    assert profiles.load("cpu") == base  # nothing was changed in place
+    assert profile.mooncake is not None
+    assert base.mooncake is not None
+    assert profile.mooncake.libraries == base.mooncake.libraries
+    assert profile.mooncake.files == {**base.mooncake.files, "more.json": {}}
+    added = {"decode": {"args": {"with-store": True}}}
+    assert profile.mooncake.components == {**base.mooncake.components, **added}
+    without = profiles.load(_file(tmp_path, "extends: cpu\nmooncake: null\n"))
+    assert without.mooncake is None
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("extends: gpu\n", "extends: no shipped profile called 'gpu'; there are cpu, cpu-agg, cpu-nvfp4, cpu-tools"),
+        ("extends: gpu\n", "'gpu'; there are cpu, cpu-agg, cpu-nvfp4, cpu-router, cpu-tools, mocker, mocker-router"),
         ("extends: [cpu]\n", r"extends: no shipped profile called \['cpu'\]"),
         ("extends: cpu\ncomponents: 3\n", "components: Input should be a valid dictionary"),
         ("extends: cpu\ncomponents: {decode: 3}\n", "components.decode: "),
         ("extends: cpu\nenvironment: 3\n", "environment: Input should be a valid dictionary"),
         ("extends: cpu\ncomponents: {decode: {args: 3}}\n", "components.decode.args: "),
         ("extends: cpu\nplugins: [A b]\n", "plugins.0: "),
+        ("extends: cpu\nmooncake: 3\n", "mooncake: "),
+        ("extends: cpu\nmooncake: {components: 3}\n", "mooncake.components: "),
+        ("extends: cpu\nmooncake: {components: {decode: 3}}\n", "mooncake.components.decode: "),
     ],
 )
 def test_what_cannot_be_extended_is_named(tmp_path: Path, text: str, said: str) -> None:
@@ -187,12 +245,13 @@ def test_what_is_put_into_json_may_hold_any_character(tmp_path: Path) -> None:
 def test_flags_pass_through(tmp_path: Path) -> None:
     text = MINIMAL + (
         "    args: {switch: true, dropped: false, number: 3, word: 'a b', json: {a: [1, true]}, at: '${port}',\n"
-        "      lit: '$$x'}\n"
+        "      lit: '$$x', again: [1, '${port}', {a: 1}], none: []}\n"
     )
     (process,) = _render(profiles.load(_file(tmp_path, text)))
     assert process.args == [
         *("--switch", "--number", "3", "--word", "a b", "--json", '{"a": [1, true]}'),
         *("--at", "8000", "--lit", "$x"),
+        *("--again", "1", "--again", "8000", "--again", '{"a": 1}'),
     ]
 
 
@@ -250,7 +309,7 @@ def test_bad_placeholder_is_refused_by_its_place(tmp_path: Path, value: str, sai
 
 
 def test_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(StackError, match=r"'gpu'.*cpu, cpu-agg, cpu-nvfp4, cpu-tools, mocker"):
+    with pytest.raises(StackError, match=r"'gpu'.*cpu-nvfp4, cpu-router, cpu-tools, mocker, mocker-router"):
         profiles.load("gpu")
 
 

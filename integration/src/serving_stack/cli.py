@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": ("doctor", "say what this machine lacks, with the command that cures it"),
     "install": ("install", "install a profile's pinned engines into this environment"),
     "model": ("model", "write the tiny GLM-architecture model used on a CPU"),
+    "route": ("route", "explain why the router sent a request where it went"),
     "patches": ("patches", "apply and verify our patches, export them for an image, check a newer upstream, start one"),
 }
 

@@ -307,7 +307,8 @@ class Launcher:
             "messages": [{"role": "user", "content": "Write a haiku about KV caches."}],
             "max_tokens": 4,
             "temperature": 0,
-            "nvext": {"extra_fields": ["worker_id"]},
+            # Behind a router the frontend knows of no engine, and the router names them.
+            "nvext": {"extra_fields": ["worker_id", "engine_data"]},
         }
         before = self.transferred()
         began = time.monotonic()
@@ -316,14 +317,19 @@ class Launcher:
             self.say(f"warm-up: {answer.status_code} {answer.text[:300]}")
             return None
         seconds = time.monotonic() - began
-        workers = answer.json().get("nvext", {}).get("worker_id", {})
+        told = answer.json().get("nvext", {})
+        roles = {child.process.worker for child in self.children}
         said = f"answered in {seconds:.1f} s"
         for role in ("prefill", "decode"):
-            if any(child.process.worker == role for child in self.children):
-                if not workers.get(f"{role}_worker_id"):
-                    self.say(f"warm-up: the answer names no {role} worker: {answer.text[:300]}")
-                    return None
-                said += f", {role} worker {workers[f'{role}_worker_id']:x}"
+            if "router" in roles:
+                worker = told.get("engine_data", {}).get("router", {}).get(f"{role}_worker")
+            else:
+                worker = told.get("worker_id", {}).get(f"{role}_worker_id")
+            if role in roles and not worker:
+                self.say(f"warm-up: the answer names no {role} worker: nvext {json.dumps(told)[:300]}")
+                return None
+            if role in roles:
+                said += f", {role} worker {worker:x}"
         if not self.plan.transfers_kv:
             return said
         deadline = time.monotonic() + 20  # vLLM publishes its counters at intervals

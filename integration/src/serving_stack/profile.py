@@ -3,7 +3,7 @@
 
 A profile is YAML. Its `components` name Python modules of the upstreams, and `args` are those modules' own flags,
 passed through as they stand: `key: value` becomes `--key value`, `key: true` becomes `--key`, a mapping becomes one
-JSON argument. Nothing here re-invents an upstream flag.
+JSON argument, a list repeats the flag for each of its values. Nothing here re-invents an upstream flag.
 
 Values may hold placeholders, written `${name}`:
 
@@ -21,7 +21,8 @@ A file that a process can only read from disk stands under `files`: JSON, writte
 
 What stands under `mooncake`, the second cache tier, is merged over the rest by `with_mooncake`, or left out.
 
-`extends: NAME` takes a shipped profile and merges the rest of the file over it, components as the tier's are.
+`extends: NAME` takes a shipped profile and merges the rest of the file over it, components as the tier's are, and the
+tier likewise.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ class Component(_Strict):
     count: Annotated[int, Field(ge=1, le=MOST)] = 1
     #: Components that must be ready before it starts, at the first start and later.
     after: list[str] = []
-    #: Set for an engine that registers with the frontend: it is watched there, and the warm-up must reach it.
-    worker: Literal["prefill", "decode", "aggregated"] | None = None
+    #: Set for an engine, or a router before the engines: it registers in Dynamo, is watched in the frontend's list, and
+    #: the warm-up must reach it.
+    worker: Literal["prefill", "decode", "aggregated", "router"] | None = None
 
 
 class Overlay(_Strict):
@@ -175,14 +177,25 @@ def _extended(content: Any, where: str) -> Any:
     if not isinstance(base, str) or base not in shipped() or base == where:
         others = ", ".join(name for name in shipped() if name != where)
         raise StackError(f"profile {where}: extends: no shipped profile called {base!r}; there are {others}")
-    merged = load(base).model_dump(exclude_unset=True)
-    for key in ("environment", "files"):
-        if isinstance(changes.get(key), dict):
-            merged[key] = {**merged.get(key, {}), **changes.pop(key)}
-    components = changes.get("components")
-    if isinstance(components, dict) and all(isinstance(one, dict) for one in components.values()):
-        _merge(merged["components"], changes.pop("components"))
-    return {**merged, **changes}  # what could not be merged is for the schema to refuse
+    return _laid_over(load(base).model_dump(exclude_unset=True), changes)
+
+
+def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a profile's or an overlay's content with changes; what cannot be merged is for the schema to refuse."""
+    merged = dict(base)
+    for key, changed in changes.items():
+        old = merged.get(key)
+        if not (isinstance(old, dict) and isinstance(changed, dict)):
+            merged[key] = changed
+        elif key == "mooncake":
+            merged[key] = _laid_over(old, changed)
+        elif key != "components":
+            merged[key] = {**old, **changed}
+        elif all(isinstance(one, dict) for one in changed.values()):
+            _merge(old, changed)
+        else:
+            merged[key] = changed
+    return merged
 
 
 def _merge(components: dict[str, Any], changes: dict[str, dict[str, Any]]) -> None:
@@ -329,9 +342,10 @@ def render(profile: Profile, names: dict[str, str], free_ports: list[int]) -> Re
             for flag, value in component.args.items():
                 if value is False:
                     continue
-                args.append(f"--{flag}")
-                if value is not True:
-                    args.append(_fill(value, known, f"{kind}.args.{flag}"))
+                for one in value if isinstance(value, list) else [value]:
+                    args.append(f"--{flag}")
+                    if one is not True:
+                        args.append(_fill(one, known, f"{kind}.args.{flag}"))
             environment = {
                 key: _fill(value, known, f"{kind}.environment.{key}")
                 for key, value in {**profile.environment, **component.environment}.items()

@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="model directory (default: the tiny model, made if missing)")
     parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill workers")
     parser.add_argument("--decode", type=int, metavar="N", help="number of decode workers")
+    parser.add_argument("--router", type=int, metavar="N", help="number of routers, where the profile has one")
     parser.add_argument("--no-mooncake", action="store_true", help="leave the second cache tier out")
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="port of the API (default: 8000)")
     parser.add_argument(
@@ -63,7 +64,8 @@ def _profile(args: argparse.Namespace) -> tuple[profiles.Profile, list[str]]:
     elif profile.mooncake is not None:
         tier = [name for name in profile.mooncake.components if name not in profile.components]
         profile = profiles.with_mooncake(profile)
-    return profiles.with_counts(profile, {"prefill": args.prefill, "decode": args.decode}), tier
+    counts = {"prefill": args.prefill, "decode": args.decode, "router": args.router}
+    return profiles.with_counts(profile, counts), tier
 
 
 def _plan(args: argparse.Namespace, run: Run) -> Plan:
