@@ -154,7 +154,7 @@ def test_a_request_is_explained_by_the_replica_that_carried_it(
 def test_a_request_that_was_placed_again_shows_why(start: Callable[[], FakeRouter], explain: Explain) -> None:
     router = start()
     router.place("abc", "decode", 1.0)
-    router.records.aborted("abc", "worker 176 stands still", 5.0)
+    router.records.aborted("abc", "decode", "worker 176 stands still", 5.0)
     router.records.failed("abc", "decode", "it stands still", 5.0)
     router.placer.failed("1f/abc", "decode", 5.0, "it stands still")
     router.place("abc", "decode", 5.0)

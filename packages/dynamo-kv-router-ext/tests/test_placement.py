@@ -762,6 +762,27 @@ def test_a_decoder_that_falls_silent_has_stalled_and_one_that_reports_seldom_has
         assert [placer.health.state(worker, 400.0) == "in" for worker in range(3)] == [False, True, True]
 
 
+def test_a_decoder_that_waits_for_a_prompt_that_is_being_read_does_not_stall() -> None:
+    """Where decoders fetch from the reader itself, both are asked at once; the decoder owes something from then on."""
+    placer = Placer(PROFILE, block_size=SIZE, health=Health(HealthSettings(stall_factor=100.0)))
+    placer.add_worker(Worker("p", "prefill"), 0.0)
+    for name in ("d", "e"):
+        placer.add_worker(Worker(name, "decode"), 0.0)
+    placer.place(prompt("a", 800), "decode", 0.0)
+    for second in range(1, 4):  # what is known of a pool of decoders whose answers are reported
+        placer.progress("a", second, float(second))
+    placer.finished("a", 4.0)
+    placer.place(prompt("b", 120_000), "prefill", 5.0)
+    decoder = placer.place(prompt("b", 120_000, prefill_worker="p"), "decode", 5.0).worker
+    for second in range(6, 600):
+        placer.tick(float(second))
+    assert placer.health.state(decoder, 600.0) == "in"
+    placer.prefilled("b", 600.0)
+    for second in range(600, 3000):
+        placer.tick(float(second))
+    assert placer.health.state(decoder, 3000.0) != "in"
+
+
 def test_a_prefill_worker_whose_prompts_nobody_pulls_does_not_stall() -> None:
     placer = Placer(PROFILE, block_size=SIZE)
     for name in ("p", "q"):
@@ -780,6 +801,91 @@ def test_a_prefill_worker_whose_prompts_nobody_pulls_does_not_stall() -> None:
     for second in range(100, 200):
         placer.tick(float(second))
     assert placer.health.state(waiting, 200.0) != "in"
+
+
+def warm(placer: Placer, names: str = "abcdefgh") -> None:
+    """Some requests through worker `p` and a decoder, so that it is known how often decoders report."""
+    for i, name in enumerate(names):
+        placer.place(prompt(name, 800, family=i), "prefill", float(i))
+        placer.prefilled(name, i + 0.1)
+        placer.place(prompt(name, 800, family=i, prefill_worker="p"), "decode", i + 0.1)
+        placer.progress(name, 1, i + 0.2)
+        placer.progress(name, 10, i + 0.7)
+        placer.finished(name, i + 0.8)
+
+
+def test_a_decoder_s_probe_lasts_until_its_prompt_can_have_been_read() -> None:
+    placer = Placer(PROFILE, block_size=SIZE)
+    for name, role in (("p", "prefill"), ("d", "decode"), ("e", "decode")):
+        placer.add_worker(Worker(name, role), 0.0)  # type: ignore[arg-type]
+    warm(placer)
+    for _ in range(3):
+        placer.health.failed("d", 8.0)
+    long = prompt("long", 400_000, family=50, avoid=frozenset({"e"}))
+    expected = placer.place(long, "prefill", 14.0).terms.first_token_s
+    assert expected > 40.0
+    assert placer.place(dataclasses.replace(long, prefill_worker="p"), "decode", 14.0).note == "probe"
+    placer.prefilled("long", 14.0 + expected)
+    placer.progress("long", 1, 15.0 + expected)
+    assert placer.health.state("d", 15.0 + expected) == "in"
+
+
+def test_a_decoder_that_reads_its_prompts_itself_has_the_time_to() -> None:
+    placer = Placer(PROFILE, block_size=SIZE)
+    placer.add_worker(Worker("p", "prefill"), 0.0)
+    placer.add_worker(Worker("d", "decode"), 0.0)
+    warm(placer)
+    placer.remove_worker("p", 10.0)
+    placer.place(prompt("long", 300_000, family=50), "decode", 10.0)
+    for second in range(11, 11 + int(PROFILE.prefill_s(300_000, 0, 8192))):
+        assert not placer.tick(float(second))
+    assert any(placer.tick(float(second)) for second in range(100, 2000))
+
+
+def test_a_prefill_worker_whose_prompts_wait_at_decoders_unread_may_stall() -> None:
+    placer = Placer(PROFILE, block_size=SIZE)
+    placer.add_worker(Worker("p", "prefill", capacity_tokens=30_000), 0.0)
+    placer.add_worker(Worker("d", "decode"), 0.0)
+    for i in range(8):
+        placer.place(prompt(f"r{i}", 7000, family=i), "prefill", 1.0)
+        placer.place(prompt(f"r{i}", 7000, family=i, prefill_worker="p"), "decode", 1.0)
+    assert any(placer.tick(float(second)) for second in range(2, 100))
+
+
+def test_giving_up_at_a_silent_worker_does_not_wake_it() -> None:
+    placer = fleet(1)
+    for i in range(8):
+        placer.place(prompt(f"w{i}", 800, family=i), "prefill", float(i))
+        placer.prefilled(f"w{i}", i + 0.1)
+    for i in range(30):
+        placer.place(prompt(f"r{i}", 800, family=100 + i), "prefill", 10.0)
+    # Clients that wait for four seconds and go, one after the other.
+    found = []
+    for second in range(11, 40):
+        if second % 4 == 0:
+            assert placer.cancelled(f"r{second // 4 - 3}", float(second))
+        if placer.tick(float(second)):
+            found.append(second)
+    assert found
+    assert found[0] < 25
+
+
+def test_a_decoder_is_of_the_transfer_group_of_a_prefill_worker_that_has_left() -> None:
+    placer = Placer(PROFILE, block_size=SIZE)
+    for group in ("old", "new"):
+        placer.add_worker(Worker(f"p-{group}", "prefill", transfer_group=group), 0.0)
+        placer.add_worker(Worker(f"d-{group}", "decode", transfer_group=group), 0.0)
+    for i in range(4):
+        reader = placer.place(prompt(f"r{i}", 800, family=i, avoid=frozenset({"p-new"})), "prefill", 0.0)
+        assert reader.worker == "p-old"
+        placer.prefilled(f"r{i}", 0.1)
+    assert placer.remove_worker("p-old", 0.2) == []
+    for i in range(4):
+        request = prompt(f"r{i}", 800, family=i, prefill_worker="p-old")
+        assert placer.place(request, "decode", 0.3).worker == "d-old"
+    placer.remove_worker("d-old", 0.4)
+    with pytest.raises(NoWorkerError, match="of transfer group 'old', as its prefill worker 'p-old' is"):
+        placer.place(prompt("late", 800, prefill_worker="p-old"), "decode", 0.5)
 
 
 # Ranks in lockstep

@@ -166,6 +166,44 @@ def test_a_half_open_worker_gets_one_probe_from_all_replicas_together() -> None:
     assert other.place(prompt("c", 9000, avoid=frozenset({1})), "prefill", 9.0).note == "probe"
 
 
+def test_what_was_begun_before_it_is_learnt_of_is_not_measured() -> None:
+    old, new = replicas(2, Worker("p", "prefill"))
+    first = old.place(prompt("a", 100_000), "prefill", 0.0).terms.first_token_s
+    old.place(prompt("b", 100_000, 1), "prefill", 0.0)
+    for name in old.requests():
+        assert new.adopt(told(old, name, "prefill"), first - 0.1, arrived=False)
+    before = new.estimator.coefficients("p")
+    assert new.prefilled("a", first)
+    assert new.estimator.coefficients("p") == before
+    assert new.prefilled("b", 3.0 * first)
+    assert new.estimator.coefficients("p")["step_factor"] > before["step_factor"]
+
+
+def test_a_stall_that_another_replica_finds_first_is_found_here_as_soon() -> None:
+    one, other = replicas(2, Worker(0, "prefill"), Worker(1, "prefill"))
+    for i in range(20):
+        for placer in (one, other):
+            placer.place(prompt(f"w{i}", 2000, i, avoid=frozenset({i % 2})), "prefill", float(i))
+            placer.prefilled(f"w{i}", i + 0.3)
+    one.place(prompt("a", 2000, 50, avoid=frozenset({1})), "prefill", 30.0)
+    assert other.adopt(told(one, "a", "prefill"), 30.0)
+    other.place(prompt("b", 2000, 51, avoid=frozenset({1})), "prefill", 30.1)
+    assert one.adopt(told(other, "b", "prefill"), 30.1)
+    found: dict[str, float] = {}
+    for i in range(1, 40):
+        at = 30.0 + 0.5 * i
+        if ("a", "prefill") in one.tick(at):
+            found["a"] = at
+            # The replica that carries it gives it up, and says so before the other one has looked.
+            for placer in (one, other):
+                assert placer.failed("a", "prefill", at, "worker 0 stands still")
+        if ("b", "prefill") in other.tick(at + 0.25):
+            found["b"] = at + 0.25
+            break
+    assert found["b"] - found["a"] < 1.5
+    assert other.health.state(0, found["b"]) == "out"
+
+
 def test_a_prefix_that_another_replica_has_read_counts_already() -> None:
     one, other = replicas(2, Worker(0, "prefill"), Worker(1, "prefill"))
     first = one.place(prompt("a", 64_000), "prefill", 0.0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import inspect
 import io
@@ -18,15 +19,17 @@ import pytest
 
 import dynamo_kv_router_ext as package
 from dynamo_kv_router_ext import HealthSettings, Placer, Profile, Settings, Worker, shipped_profiles
+from dynamo_kv_router_ext._metrics import Metrics
+from dynamo_kv_router_ext._service import read_options
 from dynamo_kv_router_ext.sim.cli import main, parser
 from dynamo_kv_router_ext.sim.scenario import Fleet
 
 README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
 
 
-def table(head: str) -> list[list[str]]:
-    """Return the rows of the table that begins so, without their code marks."""
-    lines = README[README.index(head) :].splitlines()[2:]
+def table(head: str, after: str = "") -> list[list[str]]:
+    """Return the rows of the table that begins so, the first after a heading, without their code marks."""
+    lines = README[README.index(head, README.index(after)) :].splitlines()[2:]
     return [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
 
 
@@ -105,7 +108,7 @@ def test_every_shipped_profile_is_named() -> None:
 
 
 def test_every_option_of_the_simulator_is_named() -> None:
-    shown = {option for cell, _ in table("| option |") for option in re.findall(r"--[\w-]+", cell)}
+    shown = {option for cell, _ in table("| option |", "## The simulator") for option in re.findall(r"--[\w-]+", cell)}
     commands = [parser()]
     for action in commands[0]._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -119,15 +122,34 @@ def test_every_option_of_the_simulator_is_named() -> None:
     }
 
 
+def test_every_option_of_the_router_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        read_options(["--help"])
+    there = set(re.findall(r"--[\w-]+", capsys.readouterr().out)) - {"--help"}
+    assert {option for cell, _ in table("| option |") for option in re.findall(r"--[\w-]+", cell)} == there
+
+
+def test_every_metric_is_named() -> None:
+    async def names() -> set[str]:
+        metrics = Metrics()
+        metrics.watch(lambda: {"workers": [], "bookings": {}, "sessions": 0, "peers": []})
+        return {family.name.removeprefix("dynamo_router_ext_") for family in metrics.families()}
+
+    shown = {name.removesuffix("_total") for cell, *_ in table("| metric, after") for name in cell.split(", ")}
+    assert asyncio.run(names()) == shown
+
+
 def test_every_call_of_the_placer_is_named_with_its_parameters() -> None:
-    shown = dict(re.findall(r"`(\w+)\(([^)]*)\)`", README[README.index("| call |") : README.index("A `Decision` has")]))
+    shown = dict(
+        re.findall(r"`(\w+)\(([^)]*)\)`", README[README.index("| call |") : README.index("A `Request` may carry")])
+    )
     calls: dict[str, Callable[..., object]] = {
         name: call for name, call in inspect.getmembers(Placer, inspect.isfunction) if not name.startswith("_")
     }
     assert shown.keys() == calls.keys()
     for name, given in shown.items():
         if given != "…":
-            assert len(given.split(", ")) == len(inspect.signature(calls[name]).parameters) - 1, name
+            assert len(given.split(", ") if given else ()) == len(inspect.signature(calls[name]).parameters) - 1, name
 
 
 def test_every_name_that_the_package_exports_exists_and_the_manual_uses_no_other() -> None:

@@ -51,6 +51,8 @@ _DECODE_SAMPLE_S = 0.25
 _UNSURE = 8.0
 #: Silence over a gap between two ticks that is longer than this (seconds) is the caller's.
 _GAP_S = 10.0
+#: So many prefill workers that have left are remembered: what they have read last may still be on its way.
+_LEFT = 1000
 #: A prefill worker with more than this share of its KV waiting to be pulled may have no room for the next prompt.
 _FULL_SHARE = 0.9
 
@@ -130,6 +132,8 @@ class Placer:
         self._ticked = -math.inf
         #: Decoders live, and the workers of the two roles are not all of one transfer group.
         self._apart = False
+        #: The transfer groups of prefill workers that have left.
+        self._left: dict[WorkerId, str | None] = {}
 
     # Workers and their caches
 
@@ -145,6 +149,7 @@ class Placer:
             self.index.add_seat(seat.name)
             self._soon.add_seat(seat.name)
         self._workers[worker.id] = state
+        self._left.pop(worker.id, None)
         pool = self._pools[worker.role]
         pool.workers[worker.id] = state
         self._changed(pool)
@@ -164,6 +169,10 @@ class Placer:
         pool = self._pools[state.spec.role]
         del pool.workers[worker]
         self._changed(pool)
+        if state.spec.role == "prefill":
+            self._left[worker] = state.spec.transfer_group
+            if len(self._left) > _LEFT:
+                del self._left[next(iter(self._left))]
         self.sessions.drop_worker(worker)
         self.health.drop(worker)
         self.estimator.forget(worker)
@@ -250,7 +259,7 @@ class Placer:
                 note = f"moved from {bound.worker!r}"
             self.sessions.bind(request.session, seat.name, request.tokens, now)
         if self.health.state(seat.name.worker, now) != "in":
-            probe = self.health.probe(seat.name.worker, now, self._late * terms.first_token_s)
+            probe = self.health.probe(seat.name.worker, now, self._answer_s(booking))
             note = "probe" if probe else "last"
         # What is on the device now may be in a slower tier when its turn comes, so the bound is only what was refused.
         most = fetched if role == "decode" or row[12] else request.tokens
@@ -275,9 +284,9 @@ class Placer:
             raise NoWorkerError(f"request {request.id!r}: no worker of role {role} lives (workers: {roles})")
         states = pool.workers
         refused: list[tuple[SeatState, str]] = []
-        source = self._workers.get(request.prefill_worker) if request.prefill_worker is not None else None
-        if role == "decode" and source is not None:
-            group = source.spec.transfer_group
+        source = request.prefill_worker
+        if role == "decode" and source is not None and (source in self._workers or source in self._left):
+            group = self._workers[source].spec.transfer_group if source in self._workers else self._left[source]
             states = {name: state for name, state in states.items() if state.spec.transfer_group == group}
             if len(states) < len(pool.workers):
                 refused = [
@@ -288,7 +297,7 @@ class Placer:
             if not states:
                 raise NoWorkerError(
                     f"request {request.id!r}: no worker of role {role} is of transfer group {group!r}, as its prefill "
-                    f"worker {request.prefill_worker!r} is (others: {', '.join(repr(name) for name in pool.workers)})"
+                    f"worker {source!r} is (others: {', '.join(repr(name) for name in pool.workers)})"
                 )
         if role == "prefill" and self._apart:
             states = self._paired(request, states, refused, now)
@@ -589,8 +598,7 @@ class Placer:
                 seat.fresh_tokens += booking.new
             if not seat.queue:
                 booking.alone = True
-                seat.head_at = booking.ready_at
-                seat.sample_at = booking.ready_at
+                seat.head_at = seat.quiet_at = seat.sample_at = booking.ready_at
                 seat.sample = []
             seat.queue[booking.request] = booking
             seat.queue_s += booking.service_s
@@ -661,6 +669,8 @@ class Placer:
         elif booked.fetch_s > 0.0:
             seat.link_until = max(seat.link_until, booking.ready_at)
         self._book(booking, now)
+        if not arrived and booking.request in seat.queue:
+            seat.sample_at = None  # it may have been read in part already
         if arrived and before is None:
             self._turn += 1
             self._pools[booked.role].arrived(booking, now)
@@ -668,7 +678,7 @@ class Placer:
         if session is not None and booked.role != "prefill" and (arrived or self.sessions.bound(session, now) is None):
             self.sessions.bind(session, seat.name, booked.tokens, now)
         if arrived and self.health.state(seat.name.worker, now) != "in":
-            self.health.probe(seat.name.worker, now, self._late * booked.first_token_s)
+            self.health.probe(seat.name.worker, now, self._answer_s(booking))
         return True
 
     def requests(self) -> list[str]:
@@ -681,6 +691,21 @@ class Placer:
         sum_areas(seat, now)
         seat.running[booking.request] = booking
         seat.running_tokens += booking.resident
+
+    def _answer_s(self, booking: Booking) -> float:
+        """Seconds after which the first token of what was booked just now is expected, with the prompt unread yet."""
+        expected = booking.first_token_s
+        if booking.role == "decode":
+            reading = self._booked["prefill"].get(booking.request)
+            expected += self._reads_s(booking) if reading is None else reading.first_token_s
+        return self._late * expected
+
+    def _reads_s(self, booking: Booking) -> float:
+        """Seconds that a decoder takes to read the prompt itself; 0 where there are others to do that."""
+        if self._pools["prefill"].workers:
+            return 0.0
+        spec = booking.seat.worker.spec
+        return self.estimator.prefill_s(spec.id, booking.tokens, 0, spec.chunk_tokens)
 
     def _pulled(self, booking: Booking) -> None:
         """The worker that read the prompt need not hold it any more."""
@@ -706,10 +731,14 @@ class Placer:
         del self._booked[booking.role][booking.request]
         self._pulled(booking)
         head = next(iter(seat.queue), None)
+        spent = self._spent(seat, now) if head == booking.request else 0.0
         if self._unqueue(booking, now):
             seat.sample_at = None
             if head == booking.request:
-                seat.head_at = now
+                seat.head_at = seat.quiet_at = now
+                # The next one is allowed the same share less: who gives up at a worker does not wake it.
+                if spent > 0.0 and seat.queue:
+                    seat.quiet_at -= spent * self._patience(seat)
         elif booking.request in seat.running:
             sum_areas(seat, now)
             del seat.running[booking.request]
@@ -732,7 +761,7 @@ class Placer:
             if booking.alone and seat.sample_at is not None and not seat.sample:
                 seat.sample_at = booking.booked_at + fetch_s
             self.estimator.saw_fetch(seat.name.worker, *booking.fetched, fetch_s, now)
-        seat.head_at = now
+        seat.head_at = seat.quiet_at = now
         self._unqueue(booking, now)
         # One of the ranks' steps has ended, so another one begins, with all that is there.
         seat.worker.step_at = now
@@ -894,7 +923,7 @@ class Placer:
             if gap:
                 self._signed(state.seats[0], now)
             for seat in state.seats:
-                due = self._due(seat) if seat.queue or seat.running else math.inf
+                due = self._due(seat)
                 if due == math.inf:
                     seat.alive_at = now
                 elif now > due:
@@ -910,22 +939,47 @@ class Placer:
 
     def _due(self, seat: SeatState) -> float:
         """Until when a seat that owes something may be silent; without end where silence says nothing of it."""
+        return self._silent_since(seat) + self._patience(seat)
+
+    def _silent_since(self, seat: SeatState) -> float:
+        return max(seat.alive_at, seat.quiet_at) if seat.queue else seat.alive_at
+
+    def _spent(self, seat: SeatState, now: float) -> float:
+        """The share of a seat's patience that is used up, 0 to 1."""
+        patience = self._patience(seat)
+        silent = now - self._silent_since(seat)
+        return min(silent / patience, 1.0) if silent > 0.0 and 0.0 < patience < math.inf else 0.0
+
+    def _patience(self, seat: SeatState) -> float:
+        """How long a seat may be silent; without end where it owes nothing, or its silence says nothing of it."""
         state = seat.worker
-        expected, since = 0.0, seat.alive_at
+        spec = state.spec
+        expected = 0.0
+        owes = bool(seat.queue)
         if seat.running:
-            pace = self._pools[state.spec.role].pace_s
+            pace = self._pools[spec.role].pace_s
             if pace is None:
                 return math.inf
-            expected = pace + _UNSURE * sum(b.service_s for b in seat.running.values() if not b.generated)
+            expected = pace
+            reading = self._booked["prefill"]
+            for booking in seat.running.values():
+                if booking.generated:
+                    owes = True
+                elif booking.request not in reading:  # else both legs were sent at once, and the prompt is not read yet
+                    owes = True
+                    expected += _UNSURE * booking.service_s + self._late * self._reads_s(booking)
+        if not owes:
+            return math.inf
         if seat.queue:
             head = next(iter(seat.queue.values()))
-            if state.held + head.tokens > _FULL_SHARE * state.spec.capacity_tokens * state.spec.ranks:
+            # Where both legs are sent at once, what waits to be pulled may have yet to be read.
+            sent = self._booked["decode"]
+            unread = sum(b.tokens for rank in state.seats for b in rank.queue.values() if b.request in sent)
+            if state.held - unread + head.tokens > _FULL_SHARE * spec.capacity_tokens * spec.ranks:
                 return math.inf
             # What was thought to be cached may not be.
-            whole = self.estimator.prefill_s(state.spec.id, head.tokens, 0, state.spec.chunk_tokens)
-            expected += self._late * whole
-            since = max(since, seat.head_at)
-        return since + self.health.patience(expected)
+            expected += self._late * self.estimator.prefill_s(spec.id, head.tokens, 0, spec.chunk_tokens)
+        return self.health.patience(expected)
 
     def load(self, worker: WorkerId) -> Load:
         """What is booked at a worker; KeyError if it is not in the fleet."""

@@ -117,6 +117,8 @@ class SeatState:
     fresh_tokens: int = 0
     #: Since when the first of them is being read.
     head_at: float = 0.0
+    #: Since when its silence counts while one waits: `head_at`, less what those that were given up had waited.
+    quiet_at: float = 0.0
     #: Until when the link that fetches blocks is busy.
     link_until: float = 0.0
     #: Sequences that generate, and their KV.
