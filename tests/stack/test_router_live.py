@@ -10,8 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +26,7 @@ import msgspec
 import pytest
 
 from dynamo_kv_router_ext import TierCost, load_profile
+from support.dynamo import environment
 from support.live_fleet import MODEL, Launch, LiveFleet, live_model, mocker
 from support.stack import until
 
@@ -309,3 +313,21 @@ def test_a_router_that_is_told_to_end_lets_answers_end(fleet: LiveFleet) -> None
     router.stop()
     fleet.start("router-0")
     until(functools.partial(answers, fleet), SOON_S, "the new router answers")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("DYN_DISCOVERY_BACKEND", "nonsense"), ("DYN_REQUEST_PLANE", "nope"), ("DYN_SYSTEM_PORT", "40000")],
+)
+def test_a_variable_that_dynamo_cannot_use_is_named(tmp_path: Path, variable: str, value: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamo_kv_router_ext", "--endpoint", "pool.backend.generate"],
+        env={**os.environ, **environment(tmp_path), variable: value},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert value in done.stderr
+    assert "Traceback" not in done.stderr

@@ -6,7 +6,8 @@
 It finds the workers of the endpoints, offers their model to the frontends of its own namespace, and places each request
 on them. Discovery, planes and the system port are set as for any process of Dynamo's (`DYN_DISCOVERY_BACKEND`, …).
 
-Exit status: 0; 2 where an argument is wrong, the message names it; 1 where Dynamo's version is not supported.
+Exit status: 0; 2 where an argument is wrong, the message names it; 1 where Dynamo's version is not supported, its
+runtime does not start or is lost, or the workers' model cannot be offered.
 """
 
 from __future__ import annotations
@@ -222,9 +223,13 @@ async def _run(options: Options) -> int:
     ending = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.set)
-    runtime = DistributedRuntime(
-        loop, os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"), os.environ.get("DYN_REQUEST_PLANE", "tcp")
-    )
+    try:
+        runtime = DistributedRuntime(
+            loop, os.environ.get("DYN_DISCOVERY_BACKEND", "etcd"), os.environ.get("DYN_REQUEST_PLANE", "tcp")
+        )
+    except Exception as error:  # a DYN_… variable that it cannot use, or a discovery store that does not answer
+        print(f"Dynamo's runtime does not start: {error}", file=sys.stderr)
+        return 1
     fleet = Fleet(runtime, options.endpoints)
     await fleet.open()
     try:
