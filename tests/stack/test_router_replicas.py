@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import itertools
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from dynamo_kv_router_ext._replicas import owner
 from support.dynamo import environment
+from support.live_fleet import until
 from support.router_replica import RouterReplica
 
 #: Until when a dead replica's bookings have to be gone, seconds.
@@ -37,7 +37,11 @@ class Group:
     def in_step(self) -> None:
         """Wait until each has all the others for peers."""
         names = {one.replica for one in self.running}
-        within(30.0, lambda: all({one.replica, *one.ask("state")["peers"]} == names for one in self.running))
+        until(
+            lambda: all({one.replica, *one.ask("state")["peers"]} == names for one in self.running),
+            30.0,
+            "all replicas know each other",
+        )
 
     def agree(self, seconds: float = 10.0) -> list[list[Any]]:
         """Wait until all have the same booked, and return it."""
@@ -45,22 +49,17 @@ class Group:
         def booked() -> list[list[list[Any]]]:
             return [one.ask("state")["booked"] for one in self.running]
 
-        within(seconds, lambda: all(each == found[0] for each in found) if (found := booked()) else False)
+        until(
+            lambda: all(each == found[0] for each in found) if (found := booked()) else False,
+            seconds,
+            "all replicas have the same bookings",
+        )
         return booked()[0]
 
     def session(self, of: RouterReplica) -> str:
         """A session that this one owns."""
         names = [one.replica for one in self.running]
         return next(name for i in itertools.count() if owner(name := f"session-{i}", names) == of.replica)
-
-
-def within(seconds: float, what: Callable[[], bool]) -> float:
-    """Wait until something holds, for so long at most; return how long it took."""
-    began = time.monotonic()
-    while not what():
-        assert time.monotonic() < began + seconds, f"that did not hold within {seconds} s"
-        time.sleep(0.02)
-    return time.monotonic() - began
 
 
 @pytest.fixture
@@ -88,7 +87,9 @@ def test_a_killed_replicas_bookings_go_and_a_new_one_hears_of_everything(group: 
     first.signal(signal.SIGKILL)
     group.running.remove(first)
     kept = [one for one in booked if one not in lost]
-    seconds = within(LEASE_S, lambda: all(one.ask("state")["booked"] == kept for one in group.running))
+    seconds = until(
+        lambda: all(one.ask("state")["booked"] == kept for one in group.running), LEASE_S, "its bookings are gone"
+    )
     print(f"gone {seconds:.2f} s after the kill")
     assert {one.ask("state")["workers"][1]["state"] for one in group.running} == {"in"}
 
@@ -98,7 +99,7 @@ def test_a_killed_replicas_bookings_go_and_a_new_one_hears_of_everything(group: 
     assert group.agree() == kept
     bound = second.ask("state")["bound"]
     assert len(bound) == 12
-    within(10.0, lambda: new.ask("state")["bound"] == bound)
+    until(lambda: new.ask("state")["bound"] == bound, 10.0, "the new one has the sessions")
     # A turn of an old session, owned by the new replica or not, lands where its KV is.
     for session, worker in bound.items():
         for one in group.running:
@@ -118,7 +119,11 @@ def test_a_stopped_replicas_bookings_go_and_come_back_with_it(group: Group) -> N
     waits = [second.ask("place", name=f"w{i}", role="decode", session=session)["seconds"] for i in range(8)]
     print("turns of a session whose owner stands still:", [f"{wait * 1e3:.1f} ms" for wait in waits])
     assert sorted(waits)[4] < 0.2
-    seconds = within(LEASE_S, lambda: not any(carried(one.ask("state")["booked"], first) for one in (second, third)))
+    seconds = until(
+        lambda: not any(carried(one.ask("state")["booked"], first) for one in (second, third)),
+        LEASE_S,
+        "the stopped one's bookings are gone",
+    )
     print(f"gone {seconds:.2f} s after it stopped")
     second.ask("finished", name="x")
 

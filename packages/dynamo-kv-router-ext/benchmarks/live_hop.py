@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 from support import http_load
 from support.bench import Bench
@@ -60,7 +61,7 @@ def run(bench: Bench) -> None:
                     repeats=11,
                 )
                 bench.note(
-                    f"hop: the router adds {_middle(row.ours) - _middle(row.reference or ()):.1f} ms at {length}"
+                    f"hop: the router adds {median(row.ours) - median(row.reference or [0.0]):.1f} ms at {length}"
                 )
 
 
@@ -102,10 +103,6 @@ def _throughput(
         reference=spent[direct][1:],
         reference_name="frontend alone",
     )
-
-
-def _middle(samples: tuple[float, ...]) -> float:
-    return sorted(samples)[len(samples) // 2]
 
 
 async def _rate(url: str, streams: int, requests: int, seed: int) -> float:
