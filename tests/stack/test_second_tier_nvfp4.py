@@ -41,9 +41,7 @@ def tier(tmp_path_factory: pytest.TempPathFactory, running: list[Stack]) -> Iter
                 "extends": "cpu-nvfp4",
                 "components": {"unfolded": prefill},
                 "mooncake": {
-                    **profile.mooncake.model_dump(exclude_unset=True),
                     "components": {
-                        **profile.mooncake.components,
                         "unfolded": {
                             **stored,
                             "environment": {**stored["environment"], "FLASHINFER_NVFP4_MLA_FOLDING": "0"},
