@@ -500,6 +500,12 @@ def test_a_refused_request_is_refused_again() -> None:
             fmt.structural_tag(ToolPolicy((one({"const": "x</arg_value>"}),)))
 
 
+@pytest.mark.parametrize("parameters", [{"type": "array"}, {"type": "string"}, {"enum": ["a"]}])
+def test_parameters_that_are_no_object_are_refused(fmt: Format, parameters: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"^tools\[0\]\.function\.parameters: admits no object$"):
+        fmt.structural_tag(ToolPolicy((Tool("f", parameters),)))
+
+
 def test_schemas_that_nest_too_deeply_are_refused(fmt: Format) -> None:
     deep: dict[str, Any] = {"type": "object"}
     for _ in range(5000):

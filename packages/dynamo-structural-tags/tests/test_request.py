@@ -68,6 +68,13 @@ def test_tool_choice(choice: Any, mode: str, callable_tools: list[str]) -> None:
     assert [one.name for one in policy.tools] == callable_tools
 
 
+def test_a_named_tool_is_called_once() -> None:
+    choice = {"type": "function", "function": {"name": "send"}}
+    policy = read_request({"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": True})
+    assert policy is not None
+    assert not policy.parallel
+
+
 def test_one_call_where_parallel_calls_are_off() -> None:
     policy = read_request({"tools": TOOLS, "parallel_tool_calls": False})
     assert policy is not None

@@ -298,6 +298,14 @@ def test_properties_keep_their_order_and_a_required_key_that_is_not_declared_com
     assert [(one.key, one.required) for one in shape.properties] == [("b", False), ("a", True), ("z", True)]
 
 
+def test_no_other_key_where_the_required_ones_are_all_there_may_be() -> None:
+    node = {"type": "object", "properties": {"b": {}}, "required": ["a"], "additionalProperties": {"type": "string"}}
+    (shape,) = Schema({**node, "maxProperties": 1}).objects()
+    assert ([one.key for one in shape.properties], shape.additional) == (["a"], None)
+    (shape,) = Schema({**node, "maxProperties": 2}).objects()
+    assert ([one.key for one in shape.properties], shape.additional is None) == (["b", "a"], False)
+
+
 def test_a_schema_is_narrowed_to_objects() -> None:
     assert Schema({}).only("object").kinds == Schema({"type": "object"}).kinds
     assert Schema({"properties": {"a": {}}}).only("object").objects()[0].properties[0].key == "a"

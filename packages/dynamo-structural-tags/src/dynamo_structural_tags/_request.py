@@ -179,4 +179,5 @@ def read_request(body: Mapping[str, Any]) -> ToolPolicy | None:
     else:
         mode = "named"
         tools = (_referenced(choice, "tool_choice", declared),)
-    return ToolPolicy(tools, mode, parallel is not False, _content_schema(body))
+    # OpenAI: a named tool is called exactly once.
+    return ToolPolicy(tools, mode, parallel is not False and mode != "named", _content_schema(body))

@@ -69,7 +69,7 @@ ENFORCED: dict[str, str] = {
     "additionalProperties": "other keys, never equal to a declared one; that they differ from each other is checked; "
     "where properties are declared and this is absent, there are no others",
     "minProperties": f"where no properties are declared, up to {MIN_COUNT}; else checked",
-    "maxProperties": "where no properties are declared; else checked",
+    "maxProperties": "where no properties are declared, and where the required ones use it up; else checked",
     "items": "every item, or every item after `prefixItems`; also Draft 7's array of schemas",
     "prefixItems": "item by item",
     "minItems": f"up to {MIN_COUNT}; the rest is checked",
@@ -602,6 +602,10 @@ class Schema:
             properties.append(Property(key, self._inner(nodes, _step(place, key)), key in required))
         closed = any(node is False for node in others) or (bool(keys) and not said)
         additional = None if closed else self._inner(others, f"{self.path}.additionalProperties")
+        if most is not None and most <= len(required):
+            if most < len(required):
+                return None
+            properties, additional = [one for one in properties if one.required], None
         return ObjectShape(tuple(properties), additional, least, most)
 
 

@@ -98,7 +98,10 @@ class _Builder:
         return f"{begin} {arguments} {literal(fmt.call_end)}"
 
     def _json_arguments(self, tool: Tool) -> str:
-        return self._json.value(arguments_schema(tool) if tool.strict else Schema({"type": "object"}))
+        schema = arguments_schema(tool)
+        if not schema.kinds.object:
+            raise RequestError(f"{tool.path}.parameters", "admits no object")
+        return self._json.value(schema if tool.strict else Schema({"type": "object"}))
 
     def _arguments(self, tool: Tool) -> str:
         """Return the name of the rule for the arguments of a call, in the styles `raw` and `dsml`."""
