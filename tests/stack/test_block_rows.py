@@ -197,6 +197,7 @@ def moved(stack: Stack) -> tuple[float, ...]:
     return tuple(stack.metric("decode", f"vllm:nixl_{name}") for name in (*names, *ours))
 
 
+@pytest.mark.engines
 @pytest.mark.parametrize("length", [1, 33, 129, 1000, 6000])
 def test_a_transfer_takes_as_many_descriptors_as_runs_and_answers_the_same(
     rows: Stack, stack: Stack, length: int
@@ -215,6 +216,7 @@ def test_a_transfer_takes_as_many_descriptors_as_runs_and_answers_the_same(
     assert answer == stack.complete(prompt)["nvext"]["completion_token_ids"]
 
 
+@pytest.mark.engines
 def test_the_grafana_dashboard_asks_for_what_a_worker_counts(rows: Stack) -> None:
     board = json.loads((ROOT / "packages/vllm-blhnc-layout/grafana/block-rows.json").read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
@@ -224,6 +226,7 @@ def test_the_grafana_dashboard_asks_for_what_a_worker_counts(rows: Stack) -> Non
     assert asked <= counted
 
 
+@pytest.mark.engines
 def test_the_layout_is_chosen_and_the_rows_are_named_in_the_log(rows: Stack) -> None:
     for worker in ("prefill", "decode"):
         text = (rows.run.logs / f"{worker}.log").read_text()
@@ -231,6 +234,7 @@ def test_the_layout_is_chosen_and_the_rows_are_named_in_the_log(rows: Stack) -> 
         assert "KV moves by block rows" in text
 
 
+@pytest.mark.engines
 def test_a_stock_peer_is_refused_by_what_differs(rows: Stack) -> None:
     """The handshake of a real stock worker, over the wire, compared with that of a real worker of ours."""
     from vllm_blhnc_layout._identity import differences
@@ -244,6 +248,7 @@ def test_a_stock_peer_is_refused_by_what_differs(rows: Stack) -> None:
     assert differences(ours, theirs) == ["the peer moves pages of layers, the other moves rows of blocks"]
 
 
+@pytest.mark.engines
 def test_half_an_upgrade_serves_and_pairs_only_workers_that_can_talk(rows: Stack, stack: Stack) -> None:
     names = {str(component.instance): name for name, component in rows.state.components.items()}
     pairs = set()

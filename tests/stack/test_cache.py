@@ -5,7 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from support.stack import Stack
+
+pytestmark = pytest.mark.engines
 
 
 def _ask(stack: Stack, messages: list[dict[str, Any]]) -> tuple[Any, dict[str, float]]:

@@ -18,6 +18,8 @@ from support.dynamo_tools import Answer, Frontend, events
 from support.stack import Stack
 from support.tool_schemas import schemas
 
+pytestmark = pytest.mark.engines
+
 LOOK = {
     "type": "object",
     "properties": {

@@ -12,6 +12,8 @@ from serving_stack.model import prompt_tokens
 from serving_stack.state import free_ports
 from support.stack import Stack
 
+pytestmark = pytest.mark.engines
+
 #: Tokens per answer.
 ANSWER = 24
 

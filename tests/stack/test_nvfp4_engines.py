@@ -15,6 +15,8 @@ from serving_stack.model import prompt_tokens, write_model
 from support.engines import Engine, running
 from support.rescaled import rescaled
 
+pytestmark = pytest.mark.engines
+
 LAYERS, BLOCK, ROW = 4, 32, 352
 PAGE = BLOCK * ROW
 #: How far other kernels' rounding may move the distance between the two best tokens' log-probabilities; it differs with

@@ -22,6 +22,8 @@ import pytest
 from serving_stack.model import prompt_tokens
 from support.stack import Stack, until
 
+pytestmark = pytest.mark.engines
+
 #: Within this a request in flight has ended, seconds.
 REQUEST_BOUND = 90
 #: Within this a worker is back, seconds: it starts anew while the rest of the stack runs.

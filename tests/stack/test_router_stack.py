@@ -4,6 +4,8 @@
 Two prefill and two decode workers, so that each choice has an alternative. Prompts are those whose greedy answers no
 rounding changes, and `test_equality.py` shows that prefill and decode apart answer as one worker does: so an answer
 from fetched KV has to equal the first one, from computed KV.
+
+pytestmark = pytest.mark.engines
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ import pytest
 from serving_stack.model import prompt_tokens, write_model
 from support.engines import Engine, running
 
+pytestmark = pytest.mark.engines
+
 PULL, PUSH = "vllm_blhnc_layout.pull", "vllm_blhnc_layout.push"
 #: Four layers of latents of 576 values, and two of keys of 64, of two bytes each; 32 tokens a block.
 PAGES = 6

@@ -125,6 +125,8 @@ CASES: list[tuple[str, Any, list[str], list[str]]] = [
      ['{"ab":"x"}', '{"a":"x"}', r'{"é\n":"x"}', r'{"\u0061":"x"}', r'{"é\u000a":"x"}', '{"x":1}']),
     ("map", {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1, "maxProperties": 2},
      ['{"a":1}', '{"a":1,"b":2}'], ["{}", '{"a":1,"b":2,"c":3}']),
+    ("required keys use it up", {"type": "object", "required": ["k"], "additionalProperties": {"type": "integer"},
+                                 "maxProperties": 1}, ['{"k":1}'], ["{}", '{"j":1}', '{"k":1, "j":2}']),
     ("any object", {"type": "object"}, ["{}", '{"a":{"b":[1,null]}}'], ["[]", '{"a"}', '{"a":1,}']),
     ("anything", {}, ["1", "[]", "{}", "null", '"x"', '["x"]', '{"a":"b"}', "true"], ["x", "nul", "[1,]"]),
     ("recursion", NODE, ['{"v":1,"next":null}', '{"v":1,"next":{"v":2,"next":null}}'],

@@ -27,6 +27,8 @@ from serving_stack.model import prompt_tokens, write_model
 from serving_stack.state import free_ports
 from support.stack import Stack, until
 
+pytestmark = pytest.mark.engines
+
 #: Tokens that one worker's own cache holds, and the store of both.
 LOCAL, STORED = 288 * 32, 2 * (64 << 20) // (32 * 576 * 2 * 4) * 32
 

@@ -16,6 +16,8 @@ from serving_stack.state import free_ports
 from support.rescaled import rescaled
 from support.stack import Stack, until
 
+pytestmark = pytest.mark.engines
+
 LAYERS, BLOCK, ROW = 4, 32, 352
 #: What the profile gives a worker's cache.
 POOL = 1 << 30

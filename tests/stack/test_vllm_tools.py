@@ -34,8 +34,8 @@ from dynamo_structural_tags._schema import Schema
 from dynamo_structural_tags.formats import FORMATS
 from serving_stack import profile as profiles
 from serving_stack.model import write_model
-from serving_stack.state import free_ports
 from support.engines import PATIENCE
+from support.processes import free_port
 from support.scripted_vllm import ScriptedServer, events
 from support.stack import until
 
@@ -597,7 +597,7 @@ def serving(
     if not any("served" in getattr(item, "fixturenames", ()) for item in request.session.items):
         yield None
         return
-    port, log = free_ports(1, above=26000)[0], tmp_path_factory.mktemp("vllm") / "log"
+    port, log = free_port(), tmp_path_factory.mktemp("vllm") / "log"
     given = profiles.load("cpu").environment
     environment = {name: str(value) for name, value in given.items() if not name.startswith("DYN_")}
     options = {

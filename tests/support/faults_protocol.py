@@ -934,6 +934,19 @@ class NamedOnlyAfterTheUser(Fault):
         return _only_text(said, "Done.") if after_result and _named(asked) is not None else said
 
 
+@fault("turns/agent-loop")
+class SilentAfterTwoRounds(Fault):
+    """Says nothing after two rounds of calls that no user's message parts."""
+
+    def answer(self, asked: Asked, said: Said) -> Said:
+        rounds = 0
+        for message in reversed(asked.messages):
+            if message.get("role") == "user":
+                break
+            rounds += bool(message.get("tool_calls"))
+        return replace(said, text="") if rounds > 1 else said
+
+
 class _Results(Fault):
     """Changes what the model reads of tool results."""
 

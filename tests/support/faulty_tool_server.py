@@ -19,6 +19,7 @@ import asyncio
 import copy
 import importlib
 import json
+import re
 import select
 import threading
 import time
@@ -26,6 +27,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import islice
 from typing import Any, ClassVar, Literal
 
 import httpx
@@ -62,6 +64,8 @@ _PATHS = {"/v1/chat/completions": "chat", "/v1/responses": "responses", "/v1/mes
 #: Lengths of the pieces that texts and bytes are cut into, over and over.
 _FRAGMENTS = (3, 1, 8, 2, 13, 5)
 _READS = (7, 211, 64, 500, 1, 333)
+#: The first byte of a character of several, and the first of an escape's characters.
+_LEADING, _ESCAPE = re.compile(rb"[\xc0-\xff]"), re.compile(r"\\")
 
 
 @dataclass(frozen=True)
@@ -682,14 +686,14 @@ def _cuts(length: int, sizes: Sequence[int], most: int) -> Iterator[int]:
 
 def _fragments(text: str) -> list[str]:
     """Cut a text into fragments; the first few escapes in it are cut in two."""
-    escapes = [i + 1 for i, character in enumerate(text) if character == "\\"][:4]
+    escapes = [match.end() for match in islice(_ESCAPE.finditer(text), 4)]
     cuts = sorted({*_cuts(len(text), _FRAGMENTS, 24), *escapes})
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True) if b > a]
 
 
 def _parts(content: bytes) -> tuple[bytes, ...]:
     """Cut bytes as they may come over a wire; the first few characters of several bytes are cut in two."""
-    several = [i + 1 for i, byte in enumerate(content) if byte >= 0xC0][:8]
+    several = [match.end() for match in islice(_LEADING.finditer(content), 8)]
     cuts = sorted({*_cuts(len(content), _READS, 24), *several})
     return tuple(content[a:b] for a, b in zip([0, *cuts], [*cuts, len(content)], strict=True) if b > a)
 

@@ -24,7 +24,6 @@ import random
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,11 +34,10 @@ from typing import Any, Literal
 import aiohttp
 import httpx
 
-from serving_stack.state import free_ports as low_ports
 from support import dynamo
 from support.bench import Unavailable
 from support.faulty_worker import FaultName
-from support.processes import Process, free_ports
+from support.processes import Process, free_port, free_ports
 from support.saying_worker import write_model
 
 __all__ = [
@@ -76,9 +74,6 @@ _MODES: dict[Mode, tuple[str, ...]] = {
 }
 _TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 _READY_S = 90.0
-#: System ports that were given away; the first is below all of them.
-_SYSTEM_PORTS = [26000 + os.getpid() % 4000]
-_PORT_LOCK = threading.Lock()
 
 
 def live_model(folder: Path) -> Path:
@@ -269,7 +264,7 @@ class LiveFleet:
             for launch in self._launches:
                 self._add_worker(launch)
             for model in self.models:
-                self.router_urls[model] = [f"http://127.0.0.1:{self._port()}" for _ in range(self._routers)]
+                self.router_urls[model] = [f"http://127.0.0.1:{port}" for port in free_ports(self._routers)]
                 endpoints = {self._endpoint(launch): None for launch in self._launches if launch.name == model}
                 options = [word for endpoint in endpoints for word in ("--endpoint", endpoint)]
                 options += ["--serve", f"routed.router{self._suffix(model)}", *self._router_options]
@@ -401,19 +396,11 @@ class LiveFleet:
 
     def _add_worker(self, launch: Launch) -> str:
         name = f"worker-{len(self._worker_ports)}"
-        self._worker_ports.append(self._port())
+        self._worker_ports.append(free_port())
         self._add(
             name, launch.command(self._endpoint(launch)), **launch.env, DYN_SYSTEM_PORT=str(self._worker_ports[-1])
         )
         return name
-
-    @staticmethod
-    def _port() -> int:
-        """Return a port that Dynamo can read as a system port: 16 bits with a sign."""
-        with _PORT_LOCK:
-            (port,) = low_ports(1, above=max(_SYSTEM_PORTS))
-            _SYSTEM_PORTS.append(port)
-        return port
 
     def _add(self, name: str, command: Sequence[str], **env: str) -> None:
         self._make[name] = lambda: Process([sys.executable, *command], name=name, env={**self._env, **env}, grace_s=2.0)

@@ -4,8 +4,8 @@
 A logits processor of vLLM's (`--logits-processors support.playing_model:PlayingModel`). It finds in a request's prompt
 which case of `tool-conformance` is asked (`case_player`), writes what a well-behaved model would answer in the model's
 own format, and adds a large number to the logit of that text's next token. A grammar still wins: what it has masked
-stays masked. Where that leaves none of the text's tokens, the shortest end is played that is open: of the answer, the
-call, the argument.
+stays masked. Where that leaves none of the text's tokens, an end is played that is open: of the answer, the argument,
+the call.
 
 Of cases that a grammar forces (`needs: [forced]`) the end of the reasoning alone is played, after what the reference
 has of it, unless the file `PLAYED` says `forced`: random weights answer them.
@@ -16,7 +16,7 @@ Not a measure of any model: it shows what servers make of the answers of one tha
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,16 +81,23 @@ class _Script:
     left: list[list[int]]
     #: After the text comes the end, not whatever the model likes.
     ends: bool
+    #: Tokens of what may end an answer that has left all texts.
+    closings: list[list[int]]
     #: So many tokens of the output were compared.
     read: int = field(default=0)
 
-    def next(self, ends: Sequence[int]) -> list[list[int]]:
-        """Return, for each text that the output begins, the tokens one of which comes next."""
+    def next(self, ends: Sequence[int]) -> Iterator[int]:
+        """Yield the tokens one of which is to come next, the best first: what is taken must be open."""
         new = self.output[self.read :]
         self.left = [one for one in self.left if one[self.read : self.read + len(new)] == new]
         self.read += len(new)
-        end = list(ends) if self.ends else []
-        return [[one[self.read]] if self.read < len(one) else end for one in self.left]
+        for one in self.left:
+            yield from one[self.read : self.read + 1] or (ends if self.ends else ())
+        if self.ends:
+            # None of them was.
+            self.left = [self.output + closing for closing in self.closings]
+            yield from ends
+            yield from (closing[0] for closing in self.closings)
 
 
 class PlayingModel(LogitsProcessor):  # type: ignore[misc]
@@ -102,8 +109,9 @@ class PlayingModel(LogitsProcessor):  # type: ignore[misc]
         self._form = get_format(json.loads(self._told.read_text("utf-8"))["format"])
         self._ends: list[int] = json.loads((folder / "generation_config.json").read_text("utf-8"))["eos_token_id"]
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        shut = (self._form.call_end, self._form.arg_end, '"', "}")
-        self._shut = [*self._ends, *(self._encode(text)[0] for text in shut if text)]
+        call_end, arg_end = self._form.call_end, self._form.arg_end
+        closings = (*((arg_end + call_end,) if arg_end else ()), f'"}}{call_end}', f"}}{call_end}", call_end)
+        self._closings = [self._encode(text) for text in closings]
         self._player = CasePlayer(load_cases())
         self._scripts: dict[int, _Script] = {}
 
@@ -118,8 +126,7 @@ class PlayingModel(LogitsProcessor):  # type: ignore[misc]
     def apply(self, logits: Any) -> Any:
         """Raise the logit of each text's next token, of shape [requests, vocabulary]."""
         for row, script in self._scripts.items():
-            wanted = [*script.next(self._ends), *([self._shut] if script.ends else ())]
-            for token in (token for tokens in wanted for token in tokens):
+            for token in script.next(self._ends):
                 if logits[row, token] > float("-inf"):
                     logits[row, token] += BIAS
                     break
@@ -133,7 +140,7 @@ class PlayingModel(LogitsProcessor):  # type: ignore[misc]
         thinks = text.rstrip().endswith(self._form.think[0])
         forced = json.loads(self._told.read_text("utf-8"))["forced"]  # it may change while a server runs
         said, ends = texts(self._form, speech, thinks, forced)
-        return _Script(output, [self._encode(one) for one in said], ends)
+        return _Script(output, [self._encode(one) for one in said], ends, self._closings)
 
     def _encode(self, text: str) -> list[int]:
         found: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

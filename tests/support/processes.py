@@ -15,7 +15,9 @@ Linux only: sessions and environments are read from /proc.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import random
 import re
 import signal
 import socket
@@ -24,7 +26,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -41,8 +43,8 @@ Readiness = Callable[[], bool] | str | re.Pattern[str]
 _MARK = "SUPPORT_PROCESS_LAUNCH"
 _POLL_S = 0.05
 _KILL_S = 10.0
-
-_handed_out: set[int] = set()
+#: The first port to hand out, and how many each worker of pytest-xdist has.
+_FIRST_PORT, _SHARE = 10_000, 2_000
 
 
 class ProcessError(Exception):
@@ -327,26 +329,35 @@ class Process:
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that nothing listens on, and that was not returned before.
+    """Return a TCP port of the loopback interface that nothing listens on, and that was not returned lately.
 
     Nothing holds it: whatever uses it should do so soon, and a test should use one only where a server cannot be told
-    to choose its own.
+    to choose its own. No client is given it meanwhile, for it lies below the ports that Linux hands out by itself, and
+    no other worker of pytest-xdist, for each has ports of its own. Dynamo can read it as a system port: 16 bits with a
+    sign.
     """
     return free_ports(1)[0]
 
 
 def free_ports(count: int) -> list[int]:
     """Return ``count`` different ports, as `free_port` does."""
-    with contextlib.ExitStack() as held:
-        ports: list[int] = []
-        while len(ports) < count:
-            listener = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            listener.bind(("127.0.0.1", 0))
-            port = int(listener.getsockname()[1])
-            if port not in _handed_out:
-                ports.append(port)
-        _handed_out.update(ports)
-        return ports
+    ports: list[int] = []
+    while len(ports) < count:
+        port = next(_ports)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            ports.append(port)
+    return ports
+
+
+def _own_ports() -> Iterator[int]:
+    """Go round and round through this process's ports, from any of them: another process may have the same."""
+    first = _FIRST_PORT + _SHARE * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    start = random.SystemRandom().randrange(_SHARE)
+    return itertools.cycle([*range(first + start, first + _SHARE), *range(first, first + start)])
+
+
+_ports = _own_ports()
 
 
 def _status(returncode: int) -> str:

@@ -161,5 +161,11 @@ class Stack:
         return {str(one["instance_id"]) for one in answer["instances"] if one["endpoint"] == "generate"}
 
     def ready(self) -> bool:
-        """Return whether every component is ready."""
+        """Return whether every component is ready.
+
+        The command is asked last: each call is a process, and one after the other takes a core from what is starting.
+        """
+        state = self.run.read()
+        if state is None or any(one.state != "ready" for one in state.components.values()):
+            return False
         return self.command("status", check=False).returncode == 0

@@ -107,6 +107,8 @@ def _dynamo(server: str, folder: Path, model: Path, form: str) -> Iterator[str]:
     profile: dict[str, Any] = {
         "extends": "cpu-tools" if server == "ours" else "cpu-agg",
         "description": SERVERS[server],
+        # Beside a hundred others on two cores, a call of a thousand tokens is silent for minutes until it is whole.
+        "environment": {"DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS": 1800},
         "components": {"worker": worker},
     }
     if server == "dynamo":

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -207,3 +208,13 @@ def test_free_ports_differ_and_can_be_bound() -> None:
     for port in ports:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", port))
+
+
+def test_workers_of_xdist_are_never_given_the_same_port() -> None:
+    code = "from support.processes import free_ports; print(*free_ports(1500))"
+    given = []
+    for number in range(3):
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTEST_XDIST_WORKER": f"gw{number}"}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+        given.append({int(port) for port in done.stdout.split()})
+    assert len(set.union(*given)) == 3 * 1500
