@@ -463,6 +463,26 @@ def test_passed_through_with_a_flag(said: Worker) -> None:
     assert [flag["kind"] for flag in got.flags] == ["truncated_call"]
 
 
+def test_a_call_that_takes_long_to_write_is_not_taken_for_a_dead_stream(said: Worker) -> None:
+    """Dynamo ends a stream that said nothing for twice that time, without an error: the file in it was lost."""
+    frontend = said.frontend(DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS="1")
+    parameters = {"type": "object", "properties": {"where": {"type": "string"}}}
+    function = {"name": "look", "parameters": parameters}
+    body = {
+        "model": "hermes",
+        "messages": [{"role": "user", "content": "Go."}],
+        "stream": True,
+        "max_tokens": 500,
+    }
+    for path, tool in (
+        ("/v1/chat/completions", {"type": "function", "function": function}),
+        ("/v1/messages", {"name": "look", "input_schema": parameters}),
+    ):
+        said.say(calls("hermes", ("look", {"where": "and so on " * 12})), chunk=1, pause=0.1)
+        got = frontend.post(path, {**body, "tools": [tool]})
+        assert "and so on and so on " in got.text, path
+
+
 def test_stop_strings_end_an_answer(said: Worker, frontend: Frontend) -> None:
     said.say("One. Two. END Three.", chunk=1)
     got = frontend.chat("hermes", stop=["END", "Four"])

@@ -44,7 +44,9 @@ _RANDOM_TOKENS = 400
 
 
 def ask(url: str, model: str, api: str, out: Path, only: Sequence[str] = (), max_tokens: int = 2048) -> Run:
-    """Run `tool-conformance` against a server; return what it found, which `out` holds as JSON, and beside it as HTML.
+    """Run `tool-conformance` against a server; return what it found.
+
+    `out` gets it as JSON; HTML and what the command prints lie beside it.
 
     Raises:
         RuntimeError: the command could not run; its message.
@@ -52,20 +54,17 @@ def ask(url: str, model: str, api: str, out: Path, only: Sequence[str] = (), max
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder) / "embedded.yaml"
         profile.write_text(PROFILE.replace("2048", str(max_tokens)), "utf-8")
-        done = subprocess.run(
-            [
+        with out.with_suffix(".txt").open("w") as log:
+            command = [
                 *(sys.executable, "-m", "dynamo_structural_tags.conformance", "--base-url", url, "--model", model),
                 *("--api", api, "--profile", str(profile), "--json", str(out), "--html", str(out.with_suffix(".html"))),
                 *("--concurrency", "24", "--timeout-s", "1800"),
                 *(("--only", *only) if only else ()),
-            ],
-            stderr=subprocess.STDOUT,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    if done.returncode not in (0, 1, 3):
-        raise RuntimeError(f"tool-conformance ended with status {done.returncode}:\n{done.stdout}")
+            ]
+            status = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
+    if status not in (0, 1, 3):
+        text = out.with_suffix(".txt").read_text("utf-8")
+        raise RuntimeError(f"tool-conformance ended with status {status}:\n{text[-4000:]}")
     return read_run(out)
 
 

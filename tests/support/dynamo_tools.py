@@ -165,13 +165,14 @@ class Worker:
         """What arrived since it was told."""
         return [json.loads(line) for line in (self.folder / "requests.jsonl").read_text("utf-8").splitlines()]
 
-    def frontend(self, on_call_error: str = "error", enabled: bool = True) -> Frontend:
-        """Return the frontend with that policy, or with Dynamo's own processing; started where it is not up.
+    def frontend(self, on_call_error: str = "error", enabled: bool = True, **variables: str) -> Frontend:
+        """Return the frontend with that policy, or with Dynamo's own processing, and further variables; started where
+        it is not up.
 
         One is up beside the one of the policy `error`: each watches all models by inotify, of which a system allows
         few.
         """
-        name = on_call_error if enabled else "own"
+        name = " ".join([on_call_error if enabled else "own", *variables.values()])
         # Dynamo's own serves no model without a template of its own.
         served = {*MODELS, *BARE} if enabled else {"hermes"}
         if name not in self._frontends:
@@ -191,7 +192,7 @@ class Worker:
                     name=f"frontend {name}",
                     ready=lambda: frontend.models() >= served,
                     deadline_s=60,
-                    env={**self._environment, **settings},
+                    env={**self._environment, **settings, **variables},
                     log=self.folder / f"{name}.log",
                 )
             )

@@ -174,6 +174,26 @@ class StopAfterStreamedCalls(Fault):
         return [replace(d, text="stop") if d.kind == "finish" and d.text == "tool_calls" else d for d in deltas]
 
 
+@fault("streams/finish-equals-plain")
+class StopAfterStreamedCallsOfItsOwn(Fault):
+    """Ends a stream with calls that nobody demanded with `stop`."""
+
+    apis = ("chat", "messages")
+
+    def deltas(self, asked: Asked, deltas: list[Delta]) -> list[Delta]:
+        if asked.choice not in (None, "auto"):
+            return deltas
+        return [replace(d, text="stop") if d.kind == "finish" and d.text == "tool_calls" else d for d in deltas]
+
+
+@fault("streams/name-with-dash")
+class DashesBecomeUnderscores(Fault):
+    """Writes underscores for the dashes of a tool's name in a stream."""
+
+    def deltas(self, asked: Asked, deltas: list[Delta]) -> list[Delta]:
+        return [replace(delta, name=delta.name.replace("-", "_")) for delta in deltas]
+
+
 @fault("streams/finish-present")
 class NoFinishReason(Fault):
     """Leaves out the finish reason after a call that was named."""
@@ -631,12 +651,13 @@ class StrictIsIgnored(Fault):
 
 @fault("strict/no-further-keys")
 class FurtherKeys(Fault):
-    """Lets the model add a key to the only one of a strict tool."""
+    """Lets the model add a key to the only one of a strict tool, a choice of two words."""
 
     def answer(self, asked: Asked, said: Said) -> Said:
         def change(call: SaidCall) -> SaidCall:
             properties = list(_properties(asked.schema(call.name)).values())
-            if _strict(asked, call.name) is not True or len(properties) != 1 or "enum" not in properties[0]:
+            of_two = [len(schema.get("enum", ())) for schema in properties] == [2]
+            if _strict(asked, call.name) is not True or not of_two:
                 return call
             return replace(call, arguments=json.dumps({**call.value, "comment": "done"}))
 

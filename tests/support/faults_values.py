@@ -388,6 +388,7 @@ ARGUMENTS: dict[str, tuple[str, Change]] = {
         _text(
             lambda v, s: (
                 isinstance(v, list)
+                and v != []
                 and set(s) == {"type", "items", "const"}
                 and s["items"] == {"type": "string"}
                 and s["type"] == "array"

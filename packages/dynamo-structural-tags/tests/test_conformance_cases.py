@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_structural_tags.conformance import Cancel, Case, CaseError, Turn, _case, load_cases, load_profile
+from dynamo_structural_tags.conformance import NEEDS, Cancel, Case, CaseError, Turn, _case, load_cases, load_profile
 from dynamo_structural_tags.conformance._cli import _parser
 
 README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
@@ -73,6 +73,16 @@ def test_what_the_model_says_is_taken_from_what_is_expected(tmp_path: Path) -> N
     assert case.reference == ({"calls": calls, "text": "good day"},)
 
 
+def test_a_case_of_ones_own_needs_no_model_to_play_it(tmp_path: Path) -> None:
+    """Only fake servers read `reference`, and only they need prompts that tell the cases apart."""
+    first = one(more="expect: {valid: true}\n    then: [{results: [seven]}]")
+    second = one("{messages: [{role: user, content: 'Call it. Please.'}]}", name="two")
+    assert [(case.id, len(case.reference)) for case in load(tmp_path, a=first, b=second)] == [
+        ("a/one", 0),
+        ("a/two", 1),
+    ]
+
+
 def test_one_copy_is_number_one(tmp_path: Path) -> None:
     (case,) = load(tmp_path, a=one("{messages: [{role: user, content: 'Call ${n}.'}]}"))
     assert list(case.numbered(1).prompts()) == ["Call 1."]
@@ -94,14 +104,13 @@ def test_files_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
         (one(more="copies: two"), "a.yaml: cases.one.copies: 'two' is not of type 'integer'"),
         (one(more="copies: 1\n    copies: 2"), "a.yaml: the key 'copies' stands twice"),
         (one("{messages: [], 1: x}"), "a.yaml: the key '1' is no string"),
-        (one("{stream: true}"), "a.yaml: cases.one.request: 'stream' should not be valid under"),
+        (one("{stream: true}"), "a.yaml: cases.one.request: 'stream' may not stand here"),
+        (one("{messages: [a: b: c]}"), "did not find expected ',' or ']' in line 5, column 30"),
+        (one("{messages: &it [*it]}"), "a.yaml: Circular reference"),
         (one(name="One"), "a.yaml: cases: 'One' does not match"),
-        (one(more="expect: {valid: true}"), "a.yaml: cases.one.reference: missing, and `expect` has neither"),
         (one(more="reference: [{}, {}]"), "a.yaml: cases.one.reference: 2 turns of the model, but the case has 1"),
         (one(more="modes: [plain]\n    expect: {same: [names], calls: [{name: f}]}"), "one.expect.same: compares both"),
         ("area: a\ncases: {b: {fault: F., expect: {calls: [{name: f}]}}}", "neither `request` nor `body`"),
-        (one() + one(name="two").partition("cases:\n")[2], "a/one: its user message 'Call it.' stands in one of a/two"),
-        (one("{messages: [{role: user, content: 'To ${n}'}]}", "copies: 10"), "message 'To 1' stands in one of a/one"),
     ],
 )  # fmt: skip
 def test_a_faulty_file_is_named_with_the_path_and_the_value(tmp_path: Path, text: str, message: str) -> None:
@@ -121,6 +130,9 @@ def test_a_folder_without_cases_is_named(tmp_path: Path) -> None:
         load_cases(tmp_path)
     with pytest.raises(CaseError, match="no such folder"):
         load_cases(tmp_path / "nowhere")
+    (tmp_path / "one.yaml").write_text(one())
+    with pytest.raises(CaseError, match=r"one\.yaml: not a folder"):
+        load_cases(tmp_path / "one.yaml")
 
 
 def test_a_profile_requires_the_cases_that_need_no_more_and_those_it_names(tmp_path: Path) -> None:
@@ -178,6 +190,11 @@ def readme_table(head: str) -> list[str]:
     return [word.split()[0] for line in lines[: lines.index("")] for word in line.split("|")[1].split("`")[1::2]]
 
 
+def test_the_readme_names_every_need() -> None:
+    (row,) = [line for line in README.splitlines() if line.startswith("| `needs` |")]
+    assert row.split("`")[3::2] == list(NEEDS)
+
+
 def test_the_readme_shows_a_case_and_a_profile_that_load(tmp_path: Path) -> None:
     profile, cases = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     (case,) = load(tmp_path, files=cases)
@@ -189,7 +206,7 @@ def test_the_readme_shows_a_case_and_a_profile_that_load(tmp_path: Path) -> None
 
 def test_the_readme_names_every_field_and_every_check_there_is() -> None:
     schema = json.loads((Path(_case.__file__).parent / "case.schema.json").read_text("utf-8"))
-    named = {"fault", "needs", "request", "expect", *readme_table("| beside these |")} - {"shared"}
+    named = {"fault", "request", "expect", *readme_table("| beside these |")} - {"shared"}
     assert named == set(schema["$defs"]["case"]["properties"])
     assert set(readme_table("| `expect` |")) == set(schema["$defs"]["expect"]["properties"])
 
@@ -202,3 +219,19 @@ def test_the_readme_names_every_flag() -> None:
 def test_every_shipped_case_is_asked_of_some_api_and_says_its_fault() -> None:
     cases: Any = load_cases()
     assert all(case.apis and case.modes and case.fault.endswith(".") for case in cases)
+
+
+def test_every_shipped_case_can_be_played() -> None:
+    """A fake server finds the case of a request by its user message, and says what the case's model says."""
+    cases = load_cases()
+    for case in cases:
+        assert len(case.reference) == len(case.then) + 1 or (not case.reference and "refused" in case.expect), case.id
+    copies = [case.numbered(n) for case in cases for n in range(1, case.copies + 1)]
+    prompts = sorted(((text, case.id) for case in copies for text in case.prompts()), key=lambda one: len(one[0]))
+    within = [
+        (text, case_id, other_id)
+        for i, (text, case_id) in enumerate(prompts)
+        for other, other_id in prompts[i + 1 :]
+        if text in other
+    ]
+    assert within == []

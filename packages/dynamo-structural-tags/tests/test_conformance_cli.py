@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,11 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dynamo_structural_tags.conformance import load_cases, read_run
-from dynamo_structural_tags.conformance._cli import main
+from dynamo_structural_tags.conformance._cli import _parser, main
 from support.faulty_tool_server import Asked, Fault, FaultyToolServer, Reply, Said
 
+README = (Path(__file__).parents[1] / "README.md").read_text("utf-8")
 KEY = "sk-a-secret-of-mine"
 CASES = """
 area: files
@@ -57,6 +62,13 @@ class RefusesTheKey(Fault):
 
     def reply(self, asked: Asked, reply: Reply) -> Reply:
         return Reply(401, {"content-type": "application/json"}, (b'{"error": {"message": "bad key"}}',))
+
+
+class LeadsElsewhere(Fault):
+    """Answers everyone with another URL."""
+
+    def reply(self, asked: Asked, reply: Reply) -> Reply:
+        return Reply(307, {"location": "https://elsewhere/v1/chat/completions"}, ())
 
 
 class Hangs(Fault):
@@ -186,6 +198,11 @@ def test_an_inconclusive_required_case_has_an_exit_status_of_its_own(serve: Serv
         (["--base-url", "http://localhost:1", "--model", "m", "--html", "/"], "cannot write '/': it is a folder"),
         (["--base-url", "http://localhost:1", "--model", "m", "--api-key", "a b"], "the API key has characters"),
         (["--profile", "nobody"], "no profile 'nobody'"),
+        (["--base-url", "http://localhost:1", "--model", "m", "--json", ""], "cannot write ''"),
+        (["--base-url", "http://localhost:99999", "--model", "m"], "'http://localhost:99999' is no URL of the form"),
+        (["--base-url", "http://localhost:1/v1\n", "--model", "m"], "'http://localhost:1/v1\\n' is no URL"),
+        (["--base-url", "http://x/v1/responses/", "--model", "m"], "ends in /responses, which is added to a base URL"),
+        (["--base-url", "http://me:a-secret@x y", "--model", "m"], "would stand in every report"),
         (["--cases", "/none"], "/none: no such folder"),
         (["--compare", "/none/a", "/none/b"], "/none/a"),
         (["--attempts", "0"], "'0' is no whole number from 1 to 1000"),
@@ -195,9 +212,9 @@ def test_an_inconclusive_required_case_has_an_exit_status_of_its_own(serve: Serv
         (["--mod", "m"], "unrecognized arguments: --mod m"),
     ],
 )
-def test_a_bad_flag_is_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_flag_is_named(flags: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        status = main(flags)
+        status = main(["--cases", str(folder), *flags])
     except SystemExit as error:  # argparse's own way
         status = error.code  # type: ignore[assignment]
     assert status == 2
@@ -237,6 +254,83 @@ def test_two_runs_are_compared(serve: Serve, tmp_path: Path, capsys: pytest.Capt
     assert main(["--compare", good, good]) == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no JSON: Expecting value"),
+        ("[" * 100_000, "no results of tool-conformance: maximum recursion depth"),
+        ("[]", "no results of tool-conformance"),
+        ('{"schema": 2}', "results of schema 2; this version reads schema 1"),
+        ('{"schema": 1, "results": []}', "no results of tool-conformance: 'endpoint' is missing"),
+        ('{"schema": 1, "results": "x"}', "no results of tool-conformance: "),
+        (
+            '{"schema": 1, "results": [{"case": "a/b", "exchanges": [], "verdict": "good"}]}',
+            "no results of tool-confor",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_compared_is_named(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text(text)
+    assert main(["--compare", str(tmp_path / "run.json"), str(tmp_path / "run.json")]) == 2
+    told = capsys.readouterr().err
+    assert f"run.json: {message}" in told
+    assert (told.count("\n"), "Error" in told) == (1, False)
+
+
+def test_results_of_a_later_version_are_compared(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A field that is added does not make a schema of its own."""
+    path = tmp_path / "run.json"
+    main([*serve(DecodesEntities()), "--json", str(path)])
+    later = json.loads(path.read_text())
+    for entry in (later, later["endpoint"], *later["results"], later["results"][0]["exchanges"][0]):
+        entry["added"] = 1
+    (tmp_path / "later.json").write_text(json.dumps(later))
+    assert main(["--compare", str(path), str(tmp_path / "later.json")]) == 0
+    assert "2 of 2 cases have the verdict they had" in capsys.readouterr().out
+
+
+def test_a_report_that_does_not_fit_on_the_disk_is_not_left_there_in_part(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, small = tmp_path / "out.html", tmp_path / "out.xml"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    flags = serve()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        status = main([*flags, "--html", str(path), "--junit", str(small)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (status, path.exists(), small.exists()) == (2, False, True)
+    told = capsys.readouterr()
+    assert told.err == f"tool-conformance: cannot write {str(path)!r}: File too large\n"
+    assert "2 passed" in told.out
+
+
+@pytest.mark.parametrize("more", [["--list"], []], ids=["list", "run"])
+def test_nobody_who_reads_its_output_is_no_traceback(more: list[str], serve: Serve) -> None:
+    command = [sys.executable, "-m", "dynamo_structural_tags.conformance", *serve(), *more]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_an_api_that_lives_at_another_url_cannot_be_asked(
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*serve(LeadsElsewhere()), "--json", str(tmp_path / "out.json")]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("tool-conformance: no case could be asked: ")
+    assert "it leads elsewhere, to https://elsewhere/v1/chat/completions" in told
+
+
 def test_without_the_extra_it_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['httpx', 'yaml', 'rich']))\n"
@@ -258,16 +352,85 @@ def test_without_a_part_of_the_extra_it_says_so_too(
     assert capsys.readouterr().err.startswith(f"tool-conformance: needs {module}: pip install ")
 
 
-def test_ctrl_c_ends_it_with_what_was_judged(serve: Serve, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_a_ci_that_ends_the_job_leave_what_was_judged(
+    number: signal.Signals, serve: Serve, tmp_path: Path
+) -> None:
     path = tmp_path / "out.json"
     command = [sys.executable, "-u", "-m", "dynamo_structural_tags.conformance", *serve(Hangs()), "--json", str(path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
     assert process.stdout is not None
     assert "pass files/entity" in process.stdout.readline()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == "tool-conformance: interrupted after 1 cases\n"
     assert "1 passed" in out
     found = read_run(path)
     assert ([result.case for result in found.results], found.interrupted) == (["files/entity"], True)
+
+
+# The example of GitHub Actions ------------------------------------------------------------------------------------
+
+EXAMPLE = yaml.safe_load((Path(__file__).parents[1] / "examples/tool-conformance.yaml").read_text("utf-8"))
+
+
+def step(name: str) -> str:
+    """The shell of one of the example's steps, with the matrix filled in."""
+    (job,) = EXAMPLE["jobs"].values()
+    (found,) = [step["run"] for step in job["steps"] if step.get("name") == name]
+    assert "chat" in job["strategy"]["matrix"]["api"]
+    return str(found).replace("${{ matrix.api }}", "chat")
+
+
+def test_every_command_of_the_example_is_one_that_there_is() -> None:
+    lines = step("Run it").replace("\\\n", " ").splitlines()
+    commands = [line.partition("||")[0] for line in lines if line.strip().startswith("tool-conformance ")]
+    asked, compared = (_parser().parse_args(shlex.split(command)[1:]) for command in commands)
+    assert (asked.base_url, asked.model, asked.api) == ("$URL", "$MODEL", "chat")
+    assert compared.compare == ["$baseline", asked.json]
+    assert f'"{step("Install the suite").split()[-1].strip(chr(34))}"' in README
+
+
+def run_the_example(folder: Path, command: str, url: str) -> int:
+    (folder / "bin").mkdir()
+    (folder / "bin/tool-conformance").write_text(f"#!/bin/sh\n{command}\n")
+    (folder / "bin/tool-conformance").chmod(0o755)
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "URL": url, "MODEL": "reference", "TOOL_CONFORMANCE_API_KEY": "", "PATH": path}
+    shell = ["bash", "-e", "-c", step("Run it")]
+    return subprocess.run(shell, cwd=folder, env=environment, capture_output=True, timeout=60).returncode
+
+
+@pytest.mark.parametrize(
+    ("run", "baseline", "compared", "status"),
+    [
+        (0, False, 9, 0),
+        (1, False, 9, 1),
+        (3, False, 9, 3),
+        (1, True, 0, 0),  # what fails has failed before
+        (3, True, 0, 0),
+        (1, True, 1, 1),
+        (0, True, 1, 1),
+        (2, True, 0, 2),  # it could not run: nothing to compare
+        (130, True, 0, 130),  # cases that were not asked have no verdict
+    ],
+)
+def test_the_example_fails_for_what_got_worse(
+    run: int, baseline: bool, compared: int, status: int, tmp_path: Path
+) -> None:
+    if baseline:
+        (tmp_path / "tool-conformance-baseline-chat.json").touch()
+    fake = f'[ "$1" = --compare ] && exit {compared}; exit {run}'
+    assert run_the_example(tmp_path, fake, "http://fake") == status
+
+
+def test_the_example_runs(serve: Serve, tmp_path: Path) -> None:
+    main([*serve(), "--json", str(tmp_path / "tool-conformance-baseline-chat.json")])
+    _, url, *_, cases = serve(DecodesEntities())
+    real = f'[ "$1" = --compare ] || set -- "$@" --cases {cases}\n'
+    real += f'exec {sys.executable} -m dynamo_structural_tags.conformance "$@"'
+    assert run_the_example(tmp_path, real, url) == 1
+    assert [result.verdict for result in read_run(tmp_path / "result.json").results] == ["fail", "pass"]
+    assert (tmp_path / "result.xml").is_file()
+    assert (tmp_path / "result.html").is_file()

@@ -30,6 +30,8 @@ from dynamo_structural_tags.conformance._runner import run
 from support.case_player import CasePlayer
 from support.faulty_tool_server import FAULTS, MODEL, Cache, Fault, FaultyToolServer, load_faults
 
+#: Where the package `support` lies.
+TESTS = Path(__file__).parents[3] / "tests"
 #: Everything is required of the model that is played.
 PROFILE = "reasoning"
 load_faults()
@@ -174,7 +176,7 @@ def test_over_a_socket_the_verdicts_are_the_same(api: str) -> None:
 
 def test_the_command_serves_a_fault() -> None:
     command = [sys.executable, "-m", "support.faulty_tool_server", "--fault", "literals/html-entity"]
-    with subprocess.Popen(command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=TESTS, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().split()[0]

@@ -59,6 +59,11 @@ def wants(arguments: Any, name: str = "write") -> dict[str, Any]:
 # Arguments
 
 
+def test_a_body_that_is_no_json_is_shown() -> None:
+    page = Answer(200, broken="the body is no JSON: Expecting value", raw="<html>Log in")
+    assert reason({"answers": True}, page).endswith('; the body: "<html>Log in"')
+
+
 def test_equal_arguments_pass_however_their_json_is_laid_out() -> None:
     expect = wants({"text": "a &lt; b", "lines": 2})
     assert verdict(expect, answer(call('{"lines":2,\n "text":"a \\u0026lt; b"}'))) == "pass"
@@ -112,13 +117,9 @@ def test_arguments_nested_too_deep_are_a_failure_of_the_answer_not_of_the_suite(
     assert verdict(wants({}), answer(call("[" * 200_000))) == "fail"
 
 
-def test_no_text_stands_for_no_arguments_only_where_a_tool_has_none() -> None:
-    assert verdict(wants({}, "stop"), answer(call("", "stop"))) == "pass"
-    assert verdict(wants({}), answer(call(""))) == "fail"
-    optional = {"name": "look", "parameters": {"type": "object", "properties": {"at": {"type": "string"}}}}
-    request = {"tools": [{"type": "function", "function": optional}]}
-    assert judge(wants({}, "look"), request, answer(call("", "look"))).verdict == "fail"
-    assert judge(wants({}, "look"), request, answer(call("{}", "look"))).verdict == "pass"
+def test_no_text_is_no_object_of_no_arguments() -> None:
+    assert verdict(wants({}, "stop"), answer(call("{}", "stop"))) == "pass"
+    assert reason(wants({}, "stop"), answer(call("", "stop"))).startswith("calls[0].arguments: no JSON")
 
 
 def test_the_names_and_the_order_of_calls_count() -> None:
@@ -264,6 +265,7 @@ def test_usage_is_there_and_adds_up() -> None:
     [
         ({"equals": "a"}, "a", "a ", 'expected "a", got "a "'),
         ({"contains": ["a", "b"]}, "b a", "a", 'expected it to hold "b", got "a"'),
+        ({"contains": ["heron"]}, "Heron.", "hero", 'expected it to hold "heron", got "hero"'),
         ({"lacks": ["<t>"]}, "t", "x<t>", '"<t>" may not stand in it, got "x<t>"'),
         ({"empty": True}, "", "\n", 'expected none, got "\\n"'),
         ({"empty": False}, "a", "", "expected some, got none"),
@@ -286,6 +288,14 @@ def test_protocol_looks_for_the_kinds_that_are_listed_or_for_all() -> None:
 
 
 REFUSED = {"refused": {"names": [["minimum", "bound"], ["lines"]]}}
+
+
+@pytest.mark.parametrize("wrapped", ['no {"type": "bad", "param": null}', "[{'type': 'bad', 'loc': ['body']}]"])
+def test_the_keys_that_every_error_is_wrapped_in_name_nothing(wrapped: str) -> None:
+    expect = {"refused": {"names": [["type", "param"]]}}
+    assert verdict(expect, error(400, wrapped)) == "fail"
+    assert verdict(expect, error(400, f"the type text is unknown {wrapped}")) == "pass"
+    assert verdict(expect, error(400, 'no {"param": "tools[0].type"}')) == "pass"
 
 
 def test_a_refusal_is_a_4xx_or_an_error_event_that_names_the_fault() -> None:
@@ -367,6 +377,7 @@ def test_a_call_that_was_cut_may_neither_pass_for_whole_nor_vanish(got: Answer, 
     "got",
     [
         answer(call('{"text": "abc"}'), usage=Usage(9, 12, 21)),
+        answer(call('{"text": ""}'), usage=Usage(9, 3, 12)),
         answer(call('{"text": "abcdef"}'), usage=SPENT),
         answer(call('{"text": "abc"}')),
         answer(finish="stop", text="No.", usage=Usage(9, 2, 11)),
@@ -403,6 +414,7 @@ def test_an_undeclared_tool_is_neither_passed_on_nor_dropped() -> None:
 def test_answers_asks_for_any_whole_answer() -> None:
     assert verdict({"answers": True}, answer(call())) == "pass"
     assert verdict({"answers": True}, answer(finish="length", text="Hm")) == "pass"
+    assert verdict({"answers": True}, answer(finish="length")) == "pass"  # it reasoned, and does not show it
     assert verdict({"answers": True}, answer(finish="stop")) == "inconclusive"
     assert verdict({"answers": True}, Answer(200)) == "fail"
 
@@ -411,7 +423,7 @@ def test_answers_asks_for_any_whole_answer() -> None:
 
 
 def same(fields: list[str], plain: Answer, stream: Answer, api: str = "chat") -> Judgement:
-    return judge_same(fields, REQUEST, api, plain, stream)
+    return judge_same(fields, api, plain, stream)
 
 
 ALL = ["names", "arguments", "ids_present", "finish", "usage", "text", "reasoning", "count"]
@@ -449,8 +461,7 @@ def test_bytes_of_arguments_are_compared_only_where_both_answers_have_them() -> 
     assert same(["arguments"], plain, stream, api="messages").verdict == "pass"
     for other in ('{"text":"abd"}', '{"text":"ab'):
         assert same(["arguments"], plain, answer(call(other)), api="messages").verdict == "fail"
-    nothing = answer(call("", "stop"))
-    assert same(["arguments"], answer(call("{}", "stop")), nothing).verdict == "pass"
+    assert same(["arguments"], answer(call("{}", "stop")), answer(call("", "stop"))).verdict == "fail"
 
 
 def test_two_answers_without_calls_say_nothing_about_calls() -> None:

@@ -207,12 +207,49 @@ def test_streams_are_left_before_the_answer_that_is_judged() -> None:
 
 def test_a_stream_is_compared_with_the_plain_answer() -> None:
     expect = {"same": ["arguments"], "answers": True}
-    (result,) = ran(FakeAsker(called("{}"), called("{ }")), case(expect=expect))
+    spaced = [called("{}"), called("{ }")]
+    (result,) = ran(FakeAsker(*spaced, *spaced), case(expect=expect))
     assert result.verdict == "fail"
     assert result.remark == 'stream against plain: calls[0].arguments: expected "{}", got "{ }"'
-    assert [len(exchange.differences) for exchange in result.exchanges] == [0, 1]
+    assert [len(exchange.differences) for exchange in result.exchanges] == [0, 1, 0, 0]
+    assert [exchange.label for exchange in result.exchanges] == ["plain", "stream", "plain, again", "stream, again"]
     (result,) = ran(FakeAsker(called("{}"), Answer(500, error="boom")), case(expect=expect))
     assert result.remark == "stream: expected an answer, got an error: status 500: boom"
+
+
+@pytest.mark.parametrize(
+    ("again", "remark"),
+    [
+        ([called("{  }"), called("{ }")], "another plain answer to the same request differs as well"),
+        ([called("{}"), called("{}")], "another stream of the same request does not"),
+    ],
+)
+def test_a_model_that_never_answers_twice_alike_says_nothing_about_streams(again: list[Answer], remark: str) -> None:
+    asker = FakeAsker(called("{}"), called("{ }"), *again)
+    (result,) = ran(asker, case(expect={"same": ["arguments"], "answers": True}), attempts=1)
+    assert result.verdict == "inconclusive"
+    assert result.remark.startswith(f"stream against plain: the stream differs, but {remark}; calls[0].arguments")
+
+
+def test_a_field_that_the_model_does_not_have_is_left_out() -> None:
+    """As OpenAI's reasoning models refuse them."""
+    limit = Answer(400, error="'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead.")
+    warm = Answer(400, error="'temperature' does not support 0 with this model.")
+    asked = case(modes=("plain",), cancel=Cancel(1, 5))
+    asked = replace(asked, request={**asked.request, "temperature": 0})
+    asker = FakeAsker(limit, warm, Answer(200, broken="left"), called())
+    (result,) = ran(asker, asked)
+    assert result.verdict == "pass"
+    limits = [(body.get("max_tokens"), body.get("max_completion_tokens")) for body, _, _ in asker.asked]
+    assert limits == [(77, None), (None, 77), (None, 77), (None, 77)]
+    assert ["temperature" in body for body, _, _ in asker.asked] == [True, True, False, False]
+    assert [left for _, _, left in asker.asked] == [5, 5, 5, None]
+    assert result.exchanges[0].request == asker.asked[-1][0]
+    refused = replace(asked, expect={"refused": {"names": [["temperature"]]}}, cancel=None)
+    asker = FakeAsker(warm)
+    assert [result.verdict for result in ran(asker, refused)] == ["pass"]
+    assert len(asker.asked) == 1
+    assert [result.verdict for result in ran(FakeAsker(Answer(400, error="max_completion_tokens")), asked)] == ["fail"]
 
 
 def test_arguments_of_plain_messages_are_no_text_of_the_servers() -> None:

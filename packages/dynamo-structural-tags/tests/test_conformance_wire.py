@@ -135,6 +135,13 @@ def test_a_history_has_the_form_of_responses() -> None:
     ]
 
 
+def test_parts_of_a_result_are_parts_of_an_input_in_responses() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    sent = body("responses", {"messages": [{"role": "tool", "tool_call_id": "c1", "content": parts}]}, "m", False)
+    output = [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]
+    assert sent["input"] == [{"type": "function_call_output", "call_id": "c1", "output": output}]
+
+
 def test_a_history_has_the_form_of_messages() -> None:
     sent = body("messages", {"messages": HISTORY}, "m", False)
     assert sent["system"] == "Be brief.\n\nBe kind."
@@ -1047,6 +1054,33 @@ def test_a_busy_server_is_asked_again_and_then_believed() -> None:
     assert statuses == [200]
 
 
+def test_a_server_that_wants_to_be_left_alone_for_long_is() -> None:
+    tried = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        tried.append(request)
+        return httpx.Response(429, json={"error": {"message": "quota"}}, headers={"retry-after": "3600"})
+
+    async def go() -> Answer:
+        async with endpoint(handle, pauses=(60, 60)) as one:
+            return await one.ask({}, False)
+
+    answer = run(go())
+    assert (answer.status, answer.error, len(tried)) == (429, "quota", 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_leads_elsewhere_says_where(stream: bool) -> None:
+    headers = {"location": "https://elsewhere/v1?key=sk-very-secret"}
+
+    async def go() -> Answer:
+        async with endpoint(lambda _: httpx.Response(308, headers=headers), api_key="sk-very-secret") as one:
+            return await one.ask({}, stream)
+
+    answer = run(go())
+    assert (answer.status, answer.broken) == (308, "it leads elsewhere, to https://elsewhere/v1?key=***")
+
+
 def test_a_server_that_does_not_answer_at_all() -> None:
     tried = []
 
@@ -1106,7 +1140,7 @@ def test_a_connection_that_breaks_leaves_what_came() -> None:
 def test_an_answer_that_hangs_ends_with_the_time(stream: bool) -> None:
     hanging = Slowly([wire(CHAT[:5])])
     answer = ask(slowly(hanging), stream, timeout_s=0.05)
-    assert answer.broken == "no whole answer within 0.05 s"
+    assert answer.broken == "more than 0.05 s passed"
     assert answer.text == ("Now 日本." if stream else "")
     assert hanging.closed
 
@@ -1206,6 +1240,8 @@ def test_what_cannot_be_asked_is_said_in_a_line() -> None:
     assert (check(models(*map(str, range(12)))) or "").endswith("9, and 2 more)")
     elsewhere = check(lambda _: httpx.Response(307, headers={"location": "https://host/v1/models"}))
     assert elsewhere == "http://host/v1/models leads elsewhere, to https://host/v1/models: give that URL"
+    key = "sk-very-secret"
+    assert key not in (check(lambda _: httpx.Response(307, headers={"location": f"/{key}"}), api_key=key) or key)
     for fine in (
         models("a", "m"),
         models(),

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from dynamo_structural_tags import RequestError, ToolCallError
+from dynamo_structural_tags import RequestError, ToolCallError, _engine
 from dynamo_structural_tags._engine import (
     ChatEngine,
     Detokenizer,
@@ -363,6 +363,26 @@ def test_arguments_are_held_back_unless_asked_for(folder: Path, tokenizer: Token
     streamed = pieces(Settings(stream_arguments=True))
     assert len(streamed) > 3
     assert "".join(streamed) == '{"a": "one two three"}'
+
+
+@pytest.mark.parametrize("on_call_error", ["error", "retry_once"])
+def test_a_call_that_takes_long_to_write_is_no_silence(
+    folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, on_call_error: Any
+) -> None:
+    # Dynamo ends an answer that says nothing for too long, and a call is said when it is whole.
+    monkeypatch.setattr(_engine, "SILENCE_S", 0.0)
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    text = "</think>" + get_format("glm47").render_calls([("f", '{"a": "one two three"}')])
+    routed = said(tokenizer, text)
+    settings = Settings(on_call_error=on_call_error)
+    chunks = answer(model(folder, tokenizer), routed, settings, tools=[{"type": "function", "function": function}])
+    told = [chunk["data"]["choices"][0] for chunk in chunks if chunk.get("data")]
+    empty = [choice for choice in told if not choice["delta"] and choice["finish_reason"] is None]
+    assert len(empty) > len(routed.responses) / 2
+    assert not any("logprobs" in choice for choice in empty)
+    calls = [call for choice in told for call in choice["delta"].get("tool_calls", ())]
+    assert [call["function"]["arguments"] for call in calls] == ['{"a": "one two three"}']
+    assert told[-1]["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,11 @@ _GUIDED = ("json", "regex", "grammar", "choice")
 _WORKERS = ("backend_instance_id", "decode_worker_id", "prefill_worker_id", "dp_rank", "prefill_dp_rank")
 
 
+#: After so long without a word to the caller, one without content: Dynamo takes a silent answer for a dead one
+#: (`DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS`) and ends it, and a call is said only when it is whole.
+SILENCE_S = 1.0
+
+
 class EngineError(StructuralTagsError):
     """The engine behind the router failed; the message is its own."""
 
@@ -629,6 +634,11 @@ class _Answer:
             chunk["nvext"] = nvext
         return chunk
 
+    def alive(self) -> dict[str, Any]:
+        """Return a chunk that says nothing but that the answer goes on."""
+        choice = {"index": 0, "delta": {}, "finish_reason": None}
+        return {"_dynamo_annotated": True, "data": {**self._head, "choices": [choice]}}
+
     def _take_logprobs(self, ids: Sequence[int], output: Mapping[str, Any]) -> None:
         wanted = self._prepared.engine_request["output_options"]["logprobs"]
         values, tops = output.get("log_probs"), output.get("top_logprobs") or []
@@ -699,6 +709,23 @@ def gone(context: Any) -> bool:
     return context is not None and bool(context.is_killed())
 
 
+async def _audible(
+    answer: _Answer, chunks: AsyncIterator[dict[str, Any]], held: list[dict[str, Any]] | None
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield an answer's chunks, or put them into `held`; an empty one where the caller heard nothing for a while."""
+    heard = time.monotonic()
+    async for chunk in chunks:
+        if held is None:
+            yield chunk
+        else:
+            held.append(chunk)
+        if held is None and "data" in chunk:
+            heard = time.monotonic()
+        elif time.monotonic() - heard >= SILENCE_S:
+            yield answer.alive()
+            heard = time.monotonic()
+
+
 class ChatEngine:
     """A chat model behind a routed engine."""
 
@@ -719,23 +746,20 @@ class ChatEngine:
         identifier = f"chatcmpl-{uuid.uuid4().hex}"
         retry = self._settings.on_call_error == "retry_once" and prepared.policy is not None
         answer = _Answer(self._model, prepared, self._settings, identifier, 0)
-        held: list[dict[str, Any]] = []
-        async for chunk in self._run(answer, prepared.engine_request, context):
-            if retry:
-                held.append(chunk)
-            else:
-                yield chunk
+        held: list[dict[str, Any]] | None = [] if retry else None
+        async for chunk in _audible(answer, self._run(answer, prepared.engine_request, context), held):
+            yield chunk
         if answer.error is not None and retry and not gone(context):
             logger.warning("%s: %s: generated once more", identifier, answer.error.message)
-            held = []
+            held = None
             again = prepared.engine_request
             seed = again["sampling_options"]["seed"]
             if isinstance(seed, int):  # without one, no two generations are alike
                 again = {**again, "sampling_options": {**again["sampling_options"], "seed": seed + 1}}
             answer = _Answer(self._model, prepared, self._settings, identifier, answer.tokens)
-            async for chunk in self._run(answer, again, context):
+            async for chunk in _audible(answer, self._run(answer, again, context), None):
                 yield chunk
-        for chunk in held:
+        for chunk in held or ():
             yield chunk
         if answer.error is not None:
             raise ToolCallError(answer.error)

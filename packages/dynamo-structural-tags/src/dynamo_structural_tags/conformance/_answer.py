@@ -34,11 +34,11 @@ class Usage:
 class Problem:
     """An answer, mostly a stream, that breaks its API's protocol.
 
-    Kinds: `not_json` (an event or a body that is no JSON), `shape` (a field of the wrong type, or missing), `no_id` (a call
-    without an id), `id_changed`, `name_changed`, `index` (a fragment for a call that was not begun, or a number left out),
-    `no_end` (no `[DONE]`, no `response.completed`, no `message_stop`), `after_end` (content after the finish reason, or
-    anything after the end), `order` (events in an order that the API does not have), `finish_repeated`, `status` (an error
-    body under status 200, or an answer under another), `content_type`.
+    Kinds: `not_json` (an event or a body that is no JSON), `shape` (a field of the wrong type, or missing), `no_id` (a
+    call without an id), `id_changed`, `name_changed`, `index` (a fragment for a call that was not begun, or a number
+    left out), `no_end` (no `[DONE]`, no `response.completed`, no `message_stop`), `after_end` (content after the finish
+    reason, or anything after the end), `order` (events in an order that the API does not have), `finish_repeated`,
+    `status` (an error body under status 200, or an answer under another), `content_type`.
     """
 
     kind: str
@@ -50,9 +50,10 @@ class Answer:
     """One answer, plain or put together from a stream.
 
     `finish` is the reason in the words of chat completions (`stop`, `tool_calls`, `length`, `content_filter`), or the
-    server's own word where it has no counterpart; None where none came. `error` is the text of an error, with everything
-    that stands beside its message (`param`, `type`, ...), or None. `broken` says why the answer never arrived whole (the
-    connection was cut, no answer within the time), or is None. `raw` is what came over the wire, cut where it is long.
+    server's own word where it has no counterpart; None where none came. `error` is the text of an error, with
+    everything that stands beside its message (`param`, `type`, ...), or None. `broken` says why the answer never
+    arrived whole (the connection was cut, no answer within the time), or is None. `raw` is what came over the wire, cut
+    where it is long.
     """
 
     status: int

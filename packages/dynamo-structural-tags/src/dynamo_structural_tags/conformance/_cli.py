@@ -21,13 +21,13 @@ from ._runner import run
 __all__ = ["main"]
 
 _KEY_VARIABLE = "TOOL_CONFORMANCE_API_KEY"
-#: What answers every case where the suite cannot run: nobody, a key that is refused, an unknown model or path.
-_NOT_OURS = frozenset({0, 401, 403, 404})
+#: What answers every case where the suite cannot run: nobody, another URL, a refused key, an unknown model or path.
+_NOT_OURS = frozenset({0, 301, 302, 303, 307, 308, 401, 403, 404})
 _EXTRA = {"httpx": "httpx", "yaml": "pyyaml", "rich": "rich"}
 _EPILOG = f"""\
 verdicts: pass, fail, inconclusive (the model did not call, or was cut); inconclusive is asked again, never a pass.
 exit status: 0 no case failed and every required one passed; 1 a case failed; 3 none failed, but a required one is
-inconclusive; 2 it could not run; 130 interrupted.
+inconclusive; 2 it could not run; 130 interrupted, by Ctrl-C or SIGTERM.
 The key may stand in ${_KEY_VARIABLE}, where no list of processes shows it."""
 
 
@@ -38,12 +38,18 @@ class _UsageError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
     try:
-        return _main(_parser().parse_args(argv))
+        status = _main(_parser().parse_args(argv))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA:
             raise
         message = f'needs {_EXTRA[error.name]}: pip install "dynamo-structural-tags[conformance]"'
-    except (_UsageError, CaseError) as error:
+    except BrokenPipeError:  # who reads stdout has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its own flush
+        return 128 + signal.SIGPIPE
+    except (_UsageError, CaseError, OSError) as error:
         message = str(error)
     except KeyboardInterrupt:
         return 130
@@ -122,9 +128,23 @@ def _main(arguments: argparse.Namespace) -> int:
     if not any(arguments.api in case.apis for case in selected):
         raise _UsageError(f"none of the {len(selected)} cases is asked of {arguments.api}")
     for name in (arguments.json, arguments.junit, arguments.html):
-        if name and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
-            raise _UsageError(f"cannot write {name!r}: {'it is a folder' if Path(name).is_dir() else 'no such folder'}")
+        if name is not None:
+            _writable(name)
     return _ask(arguments, selected, profile)
+
+
+def _writable(name: str) -> None:
+    """Say before a run, not after it, that its report cannot be written."""
+    path = Path(name)
+    if path.is_dir():
+        why = "it is a folder"
+    elif not path.absolute().parent.is_dir():
+        why = "no such folder"
+    elif not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        why = "no permission"
+    else:
+        return
+    raise _UsageError(f"cannot write {name!r}: {why}")
 
 
 def _selected(cases: Sequence[Case], patterns: Sequence[str] | None) -> tuple[Case, ...]:
@@ -207,38 +227,50 @@ def _ask(arguments: argparse.Namespace, cases: Sequence[Case], profile: Profile)
     statuses = {exchange.status for result in found.results for exchange in result.exchanges}
     if len(statuses) == 1 and statuses <= _NOT_OURS and all(result.verdict != "pass" for result in found.results):
         raise _UsageError(f"no case could be asked: {found.results[0].remark}")
-    table(found, screen)
-    if found.interrupted:
-        print(f"tool-conformance: interrupted after {len(found.results)} cases", file=sys.stderr)
     writers: tuple[tuple[str | None, Callable[[Run], str]], ...] = (
         (arguments.json, Run.text),
         (arguments.junit, junit),
         (arguments.html, html),
     )
-    failed = ""
-    for name, writer in writers:
-        if name:
-            try:
-                Path(name).write_bytes(writer(found).encode())
-            except OSError as error:
-                failed = f"cannot write {name!r}: {error.strerror}"
+    failed = [problem for name, writer in writers if name is not None and (problem := _write(name, writer(found)))]
+    table(found, screen)
+    if found.interrupted:
+        print(f"tool-conformance: interrupted after {len(found.results)} cases", file=sys.stderr)
     if failed:
-        raise _UsageError(failed)
+        raise _UsageError("; ".join(failed))
     return found.exit_code
 
 
+def _write(name: str, text: str) -> str:
+    """Write a report, whole or not at all; return why it could not be written."""
+    path = Path(name)
+    try:
+        with path.open("wb") as file:
+            try:
+                file.write(text.encode())
+                file.flush()
+            except BaseException:  # the disk is full, or Ctrl-C: half a report misleads
+                if path.is_file():
+                    path.unlink()
+                raise
+    except OSError as error:
+        return f"cannot write {name!r}: {error.strerror}"
+    return ""
+
+
 class _Interrupt:
-    """An event that the first Ctrl-C sets; the second one is Python's own again."""
+    """An event that the first Ctrl-C sets, or SIGTERM; after it both do what they did before."""
 
     def __enter__(self) -> asyncio.Event:
         event, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def interrupt(*_: Any) -> None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self.__exit__()
             loop.call_soon_threadsafe(event.set)
 
-        self._before = signal.signal(signal.SIGINT, interrupt)
+        self._before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         return event
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -24,8 +24,8 @@ __all__ = ["Endpoint"]
 _ANTHROPIC_VERSION = "2023-06-01"
 #: Statuses of a server that has no time now.
 _BUSY = (429, 502, 503, 504)
-#: The longest pause that a server is granted by its Retry-After.
-_LONGEST_PAUSE_S = 30.0
+#: The longest pause that a server is granted by its Retry-After: limits per minute are met by waiting, others are not.
+_LONGEST_PAUSE_S = 60.0
 #: Keys shorter than this ("EMPTY", "none", "x") are no secrets, and are left where an answer has that word.
 _SECRET = 8
 
@@ -36,7 +36,7 @@ class Endpoint:
     `base_url` is given as to the SDKs, with or without `/v1` at its end. The key goes into headers and nowhere else:
     where a server repeats it in an answer's raw text or errors, it is replaced by `***`. `timeout_s` limits each answer
     as a whole. `pauses` are the seconds between attempts where the server has no time (429, 502, 503, 504) or the
-    connection fails before an answer begins; a Retry-After header counts instead, up to 30 s.
+    connection fails before an answer begins; a Retry-After header counts instead, and one of more than 60 s ends it.
 
     Raises ValueError where the URL, the API's name or the key cannot be used; the key does not stand in the message.
     """
@@ -105,7 +105,11 @@ class Endpoint:
             answer.seconds = time.monotonic() - started
             if pause is None or not (got.failed_to_connect or answer.status in _BUSY):
                 break
-            await asyncio.sleep(pause if got.retry_after_s is None else min(got.retry_after_s, _LONGEST_PAUSE_S))
+            if got.retry_after_s is not None:
+                pause = got.retry_after_s
+            if pause > _LONGEST_PAUSE_S:
+                break
+            await asyncio.sleep(pause)
         return self._without_key(answer)
 
     async def check(self) -> str | None:
@@ -117,13 +121,15 @@ class Endpoint:
         url = f"{self._root}/models"
         try:
             got = await asyncio.wait_for(self._client.get(url), self._timeout_s)
+        except (asyncio.TimeoutError, httpx.TimeoutException):
+            return f"nobody answers at {url} within {self._timeout_s:g} s"
         except Exception as error:
             return self._masked(f"nobody answers at {url}: {_words(error)}")
         if got.status_code in (401, 403):
             what = "the API key is refused" if self._key else "an API key is wanted"
             return f"{what} at {url}: status {got.status_code}"
-        if 300 <= got.status_code < 400:
-            return f"{url} leads elsewhere, to {got.headers.get('location')}: give that URL"
+        if got.has_redirect_location:
+            return self._masked(f"{url} leads elsewhere, to {got.headers['location']}: give that URL")
         served = None
         if got.status_code == 200:
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
@@ -139,7 +145,7 @@ class Endpoint:
         try:
             await asyncio.wait_for(self._receive(got, content, stream, cancel_after), self._timeout_s)
         except (asyncio.TimeoutError, httpx.TimeoutException) as error:
-            got.broken = f"no whole answer within {self._timeout_s:g} s"
+            got.broken = f"more than {self._timeout_s:g} s passed"
             got.failed_to_connect = isinstance(error, (httpx.ConnectTimeout, httpx.PoolTimeout))
         except Exception as error:
             got.broken = f"the connection broke: {_words(error)}" if got.status else f"no answer: {_words(error)}"
@@ -151,6 +157,8 @@ class Endpoint:
             got.status = response.status_code
             got.content_type = response.headers.get("content-type", "")
             got.retry_after_s = _seconds(response.headers.get("retry-after"))
+            if response.has_redirect_location:
+                got.broken = f"it leads elsewhere, to {response.headers['location']}"
             got.streamed = stream and got.status < 300
             async for data in response.aiter_bytes():
                 if not got.streamed:
@@ -198,12 +206,17 @@ def _checked(base_url: str) -> str:
         url = httpx.URL(base_url)
     except (httpx.InvalidURL, TypeError) as error:
         raise ValueError(f"{base_url!r} is no URL: {error}") from None
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError(f"{base_url!r} is no URL of the form http://HOST:PORT or https://HOST")
     if url.userinfo:
         raise ValueError("a base URL with a user's name or password would stand in every report: give an API key")
+    if url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 80) < 65536:
+        raise ValueError(f"{base_url!r} is no URL of the form http://HOST:PORT or https://HOST")
+    if any(char.isspace() for char in base_url):
+        raise ValueError(f"{base_url!r} is no URL: it has a blank or a line end")
     if url.query or url.fragment:
         raise ValueError(f"{base_url!r} has a query or a fragment; the paths of the API are added at its end")
+    for path in PATHS.values():
+        if url.path.rstrip("/").endswith(path):
+            raise ValueError(f"{base_url!r} ends in {path}, which is added to a base URL: leave it out")
     return base_url.rstrip("/")
 
 

@@ -28,6 +28,8 @@ BUSY = frozenset({429, 502, 503, 504})
 _CUT_WORDS = ("truncat", "incomplete", "cut off")
 #: What tells it as well where the status is not that of a refused request, which may name the limit too.
 _LIMIT_WORDS = ("length", "limit", "max_tokens", "max_completion_tokens", "max_output")
+#: The keys that errors of all kinds are wrapped in: they name nothing.
+_ENVELOPE = re.compile(r"""(["'])(?:code|ctx|error|input|loc|message|msg|object|param|status|type|url)\1\s*:""")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*\Z")
 
 
@@ -71,7 +73,8 @@ def judge(
     if _is_refusal(answer) and _names(answer, expect.get("or_refused", ())):
         return Judgement("pass", f"refused: {_error(answer)}")
     if answer.broken is not None:
-        return _failed(f"no whole answer: {answer.broken}{_beside(answer)}")
+        shown = _raw(answer) if "no JSON" in answer.broken else ""  # a proxy's page, say
+        return _failed(f"no whole answer: {answer.broken}{_beside(answer)}{shown}")
     if answer.error is not None or not 200 <= answer.status < 300:
         return _errors(expect, answer, reference)
     if not answer.calls and not answer.text and not answer.reasoning and answer.finish is None:
@@ -85,7 +88,7 @@ def judge(
     return _content(expect, request, declared, answer)
 
 
-def judge_same(fields: Sequence[str], request: Mapping[str, Any], api: str, plain: Answer, stream: Answer) -> Judgement:
+def judge_same(fields: Sequence[str], api: str, plain: Answer, stream: Answer) -> Judgement:
     """Compare a stream with the plain answer to the same request, in the fields of `expect.same`.
 
     Arguments are compared byte for byte, but in `messages`, whose plain answers carry no bytes, as JSON values.
@@ -93,7 +96,6 @@ def judge_same(fields: Sequence[str], request: Mapping[str, Any], api: str, plai
     about_calls = {"names", "arguments", "ids_present", "count"}
     if about_calls.issuperset(fields) and not plain.calls and not stream.calls:
         return Judgement("inconclusive", "no call came, so there is none to compare")
-    declared = _tools(request)
     found: list[Difference] = []
     for name in fields:
         if name == "count":
@@ -110,11 +112,10 @@ def judge_same(fields: Sequence[str], request: Mapping[str, Any], api: str, plai
             for i, (one, other) in enumerate(zip(plain.calls, stream.calls, strict=False)):
                 if one.arguments == other.arguments:
                     continue
-                values = [_arguments(one, declared), _arguments(other, declared)]
-                if not any(isinstance(value, ValueError) for value in values):
-                    empty = {"", "{}"} == {one.arguments, other.arguments}
-                    if (api == "messages" or empty) and not any(differences("", *values)):
-                        continue
+                values = [_arguments(one), _arguments(other)]
+                read = api == "messages" and not any(isinstance(value, ValueError) for value in values)
+                if read and not any(differences("", *values)):
+                    continue
                 found += differences(f"calls[{i}].arguments", one.arguments, other.arguments)
         elif name == "usage":
             found += differences("usage", _usage(plain), _usage(stream))
@@ -228,7 +229,7 @@ def _is_refusal(answer: Answer) -> bool:
 
 
 def _names(answer: Answer, words: Sequence[str]) -> bool:
-    error = (answer.error or "").lower()
+    error = _ENVELOPE.sub("", (answer.error or "").lower())
     return any(word.lower() in error for word in words)
 
 
@@ -282,12 +283,8 @@ def _tools(request: Mapping[str, Any]) -> dict[str, Any]:
     return declared
 
 
-def _arguments(call: Call, declared: Mapping[str, Any]) -> Any:
-    """A call's arguments, or the ValueError: no text at all stands for `{}` where a tool declares no parameter."""
-    if not call.arguments.strip():
-        parameters = declared.get(call.name)
-        if isinstance(parameters, dict) and not parameters.get("properties") and not parameters.get("required"):
-            return {}
+def _arguments(call: Call) -> Any:
+    """A call's arguments, or the ValueError. No text at all is no JSON either: agents parse what comes."""
     try:
         return read_arguments(call.arguments)
     except ValueError as error:
@@ -350,7 +347,7 @@ def _content(
             missing = Difference("calls", f"calls: expected a call, got {_came(answer)}")
             return Judgement("fail", "", [missing], by_model=answer.finish != "tool_calls")
         return Judgement("inconclusive", f"the model did not call: {_came(answer)}")
-    values = [_arguments(call, declared) for call in calls]
+    values = [_arguments(call) for call in calls]
     if "calls" in expect:
         content += _expected_calls(expect["calls"], calls, values)
     if "valid" in expect:
@@ -378,7 +375,9 @@ def _content(
     if content and not written and not found and answer.finish == "length":
         return Judgement("inconclusive", f"the token limit ended the answer: {_came(answer)}")
     everything = content + written + found
-    if "answers" in expect and not everything and not calls and not answer.text and not answer.reasoning:
+    # Under `length` it said something that is not shown, as a model that reasons in secret does.
+    silent = not calls and not answer.text and not answer.reasoning and answer.finish != "length"
+    if "answers" in expect and not everything and silent:
         return Judgement("inconclusive", f"the model said nothing: {_came(answer)}")
     return Judgement("fail" if everything else "pass", "", everything, by_model=not found)
 
@@ -452,7 +451,7 @@ def _usage_faults(answer: Answer) -> list[Difference]:
 
 
 def _text(name: str, wanted: Mapping[str, Any], got: str) -> tuple[list[Difference], list[Difference]]:
-    """What a token limit could explain, and what it could not."""
+    """What a token limit could explain, and what it could not. Words are the same in capitals."""
     content: list[Difference] = []
     found: list[Difference] = []
     if "equals" in wanted:
@@ -460,12 +459,12 @@ def _text(name: str, wanted: Mapping[str, Any], got: str) -> tuple[list[Differen
     content += [
         Difference(name, f"{name}: expected it to hold {literal(part)}, got {literal(got)}", got=got)
         for part in wanted.get("contains", ())
-        if part not in got
+        if part.casefold() not in got.casefold()
     ]
     found += [
         Difference(name, f"{name}: {literal(part)} may not stand in it, got {literal(got)}", got=got)
         for part in wanted.get("lacks", ())
-        if part in got
+        if part.casefold() in got.casefold()
     ]
     if wanted.get("empty") is True and got:
         found.append(Difference(name, f"{name}: expected none, got {literal(got)}", "", got))
@@ -489,12 +488,14 @@ def _cut(
 ) -> Judgement:
     """The token limit falls into a call: the answer has to say so, and may not pass off a part as a whole call."""
     spent = _spent(request, answer)
-    values = [_arguments(call, declared) for call in answer.calls]
+    values = [_arguments(call) for call in answer.calls]
     wrong: list[Difference] = []
     for i, (call, value) in enumerate(zip(answer.calls, values, strict=True)):
         if isinstance(value, ValueError):
             # Under `length` that is what a cut call looks like.
             wrong += [] if answer.finish == "length" else [_unread(i, call, value)]
+        elif answer.finish != "length" and spent is False:
+            pass  # the limit was not hit: the model wrote something of its own
         elif not (rewritten and answer.finish == "length"):
             for difference in _invalid(f"calls[{i}].arguments", declared.get(call.name), value):
                 message = f"{difference.message}; a call that was cut was closed as if it were whole"

@@ -206,7 +206,7 @@ def _responses_items(number: int, message: Any) -> list[Any]:
         result = {"type": "function_call_output"}
         if "tool_call_id" in message:
             result["call_id"] = message["tool_call_id"]
-        return [result | {"output": content}]
+        return [result | {"output": _parts(content, "input_text")}]
     if role != "assistant":
         return [{**message, "content": _parts(content, "input_text")} if "content" in message else message]
     calls = message.get("tool_calls")

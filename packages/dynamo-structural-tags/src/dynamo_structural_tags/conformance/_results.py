@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from ._answer import Call
 
 __all__ = ["ABSENT", "CaseResult", "Difference", "Exchange", "Run", "Target", "Verdict", "read_run"]
 
 Verdict = Literal["pass", "fail", "inconclusive"]
+_T = TypeVar("_T")
 
 
 class _Absent:
@@ -150,36 +150,45 @@ class Run:
 
 
 def read_run(path: Path | str) -> Run:
-    """Read what `Run.write` wrote. Raises ValueError, with the file's name, for anything else, and OSError."""
+    """Read what `Run.write` wrote, by this version or a later one of the same schema: fields unknown here are left out.
+
+    Raises ValueError, with the file's name, for anything else, and OSError.
+    """
     try:
         document = json.loads(Path(path).read_text("utf-8"))
-        if not isinstance(document, Mapping) or document.get("schema") != 1:
-            raise ValueError("no results of tool-conformance, schema 1")
-        return Run(
-            version=document["version"],
-            started=document["started"],
-            seconds=document["seconds"],
-            endpoint=Target(**document["endpoint"]),
-            profile=document["profile"],
-            interrupted=document.get("interrupted", False),
-            results=[_result(entry) for entry in document["results"]],
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
+        if not isinstance(document, dict) or "schema" not in document:
+            raise ValueError("no results of tool-conformance")
+        if document["schema"] != 1:
+            raise ValueError(f"results of schema {document['schema']!r}; this version reads schema 1")
+        entries = [_result(entry) for entry in document["results"]]
+        return _made(Run, document, endpoint=_made(Target, document["endpoint"]), results=entries)
+    except KeyError as error:
+        raise ValueError(f"{path}: no results of tool-conformance: {error} is missing") from None
+    except (TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: no results of tool-conformance: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: no JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
-def _result(entry: Mapping[str, Any]) -> CaseResult:
+def _result(entry: dict[str, Any]) -> CaseResult:
     exchanges = [
-        Exchange(
-            **{
-                **exchange,
-                "calls": [Call(**call) for call in exchange["calls"]],
-                "differences": [Difference(**difference) for difference in exchange["differences"]],
-            }
+        _made(
+            Exchange,
+            exchange,
+            calls=[_made(Call, call) for call in exchange["calls"]],
+            differences=[_made(Difference, difference) for difference in exchange["differences"]],
         )
         for exchange in entry["exchanges"]
     ]
-    result = CaseResult(**{**entry, "exchanges": exchanges})
+    result = _made(CaseResult, entry, exchanges=exchanges)
     if result.verdict not in ("pass", "fail", "inconclusive"):
         raise ValueError(f"{result.case}: no verdict {result.verdict!r}")
     return result
+
+
+def _made(kind: type[_T], entry: dict[str, Any], **known: Any) -> _T:
+    """A dataclass from a JSON object; `known` are the fields that are made already."""
+    names = {one.name for one in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in entry.items() if name in names} | known)

@@ -153,10 +153,32 @@ async def _attempt(
     if "same" in case.expect:
         for label, plain, stream in zip(labels, by_mode["plain"], by_mode["stream"], strict=True):
             if plain.judgement.verdict == stream.judgement.verdict == "pass":
-                judgement = judge_same(case.expect["same"], plain.request, asker.api, plain.answer, stream.answer)
+                judgement = judge_same(case.expect["same"], asker.api, plain.answer, stream.answer)
+                if judgement.verdict == "fail":
+                    copy = copies[labels.index(label)]
+                    again = []
+                    for mode in ("plain", "stream"):
+                        label_again = f"{mode}{label}, again"
+                        asked = await _converse(asker, copy, mode, label_again, profile.max_tokens, attempt)
+                        exchanges += asked.exchanges
+                        again.append(asked.answer)
+                    _confirm(judgement, case.expect["same"], asker.api, plain.answer, *again)
                 judged.append((f"stream against plain{label}", judgement))
                 stream.exchanges[-1].differences += judgement.differences
     return judged, exchanges
+
+
+def _confirm(
+    judgement: Judgement, fields: Sequence[str], api: str, plain: Answer, plain_again: Answer, stream_again: Answer
+) -> None:
+    """A stream that differs is at fault where plain answers are the same each time, and it differs each time."""
+    if judge_same(fields, api, plain, plain_again).verdict != "pass":
+        other = "another plain answer to the same request differs as well"
+    elif judge_same(fields, api, plain, stream_again).verdict == "pass":
+        other = "another stream of the same request does not"
+    else:
+        return
+    judgement.verdict, judgement.remark = "inconclusive", f"the stream differs, but {other}"
 
 
 def _excuse(judgement: Judgement, case: Case, profile: Profile) -> None:
@@ -177,13 +199,10 @@ async def _converse(asker: Asker, case: Case, mode: str, label: str, max_tokens:
     stream = mode == "stream"
     exchanges: list[Exchange] = []
     for turn in range(len(case.then) + 1):
-        overrides = case.overrides.get(asker.api)
-        sent = case.body if case.body is not None else body(asker.api, request, asker.model, stream, overrides)
         if case.cancel is not None and turn == len(case.then):
-            left = body(asker.api, request, asker.model, True, overrides)
             for _ in range(case.cancel.times):
-                await asker.ask(left, True, cancel_after=case.cancel.after_events)
-        answer = await asker.ask(sent, stream)
+                request, _, _ = await _ask(asker, case, request, True, case.cancel.after_events)
+        request, sent, answer = await _ask(asker, case, request, stream)
         exchange = Exchange(
             label=f"{label}, turn {turn + 1}" if case.then else label,
             request=sent,
@@ -213,6 +232,39 @@ async def _converse(asker: Asker, case: Case, mode: str, label: str, max_tokens:
             break
         request = follow_up(request, answer, following.results, following.user, following.request)
     return _Asked(judgement, exchanges, request, answer)
+
+
+async def _ask(
+    asker: Asker, case: Case, request: dict[str, Any], stream: bool, cancel_after: int | None = None
+) -> tuple[dict[str, Any], Mapping[str, Any] | str, Answer]:
+    """Ask once, or again without a field that the model does not have; returns the request, its body and the answer."""
+    while True:
+        sent: Mapping[str, Any] | str
+        if case.body is not None:
+            sent = case.body
+        else:
+            sent = body(asker.api, request, asker.model, stream, case.overrides.get(asker.api))
+        answer = await asker.ask(sent, stream, cancel_after=cancel_after)
+        without = None if "refused" in case.expect else _without(request, answer)
+        if without is None:
+            return request, sent, answer
+        request = without
+
+
+def _without(request: Mapping[str, Any], answer: Answer) -> dict[str, Any] | None:
+    """What is asked of a model that refuses a field, as OpenAI's newer ones do; None where none is refused.
+
+    They have `max_completion_tokens` in the place of `max_tokens`, and no `temperature`.
+    """
+    if not 400 <= answer.status < 500:
+        return None
+    error = answer.error or ""
+    if "max_tokens" in request and "max_completion_tokens" in error:
+        limit = {"max_completion_tokens": request["max_tokens"]}
+        return {key: value for key, value in request.items() if key != "max_tokens"} | limit
+    if "temperature" in request and "temperature" in error:
+        return {key: value for key, value in request.items() if key != "temperature"}
+    return None
 
 
 def _remark(verdict: str, judged: Sequence[tuple[str, Judgement]]) -> str:

@@ -24,16 +24,22 @@ __all__ = ["STYLES", "Progress", "console", "counted", "heading", "indented", "r
 STYLES = {"pass": "green", "fail": "bold red", "inconclusive": "yellow"}
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the caller that nobody reads on; rich would end the process here, in the midst of a run."""
+        raise BrokenPipeError
+
+
 def console(file: TextIO | None = None) -> Console:
     """The console of a file, stdout by default.
 
     Without a terminal there is no colour, and lines are as long as they are: they are read by other programs. What the
     file's encoding cannot write is escaped.
     """
-    stream = file or sys.stdout
+    stream = file or sys.stdout or io.StringIO()  # there may be no stdout at all
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
-    return Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=not stream.isatty())
+    return _Console(file=stream, highlight=False, markup=False, emoji=False, soft_wrap=not stream.isatty())
 
 
 class Progress:
