@@ -49,6 +49,8 @@ LIGHT_TESTS = [
 STACK_TESTS = ["packages/flashinfer-nvfp4-mla/tests", "tests/stack"]
 #: The pinned engines, shared by every session that needs them: about 4 GB.
 STACK = ".nox/stack"
+#: The SDKs and the agent that tests ask our frontend with, apart from the engines.
+CLIENTS = ".nox/clients"
 
 
 def _python(session: nox.Session) -> str:
@@ -183,7 +185,9 @@ def patches(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def stack_tests(session: nox.Session) -> None:
     """The whole stack on two cores: real frontend, router, vLLM workers and NIXL."""
-    pytest = [str(_stack(session) / "pytest"), *STACK_PYTEST, *STACK_TESTS, *session.posargs]
+    commands = _stack(session)
+    session.run(str(commands / "python"), "-m", "support.real_clients", CLIENTS, env={"PYTHONPATH": "tests"})
+    pytest = [str(commands / "pytest"), *STACK_PYTEST, *STACK_TESTS, *session.posargs]
     # A name that was asked for may stand among the tests of one kind alone: "no tests collected" is status 5.
     found = [0, 5] if session.posargs else [0]
     for words in (["-p", "xdist", *TWO_PROCESSES, "-m", "not engines"], ["-m", "engines"]):

@@ -106,7 +106,8 @@ def page(out: Path) -> str:
     about = json.loads((out / f"{COLUMNS[0]}.about.json").read_text("utf-8"))
     runs = {(column, api): read_run(out / f"{column}.{api}.json") for column in COLUMNS for api in APIS}
     found = {(column, api): {result.case: result for result in one.results} for (column, api), one in runs.items()}
-    cases = load_cases()
+    asked = {name for results in found.values() for name in results}
+    cases = [case for case in load_cases() if case.id in asked]
     return _PAGE.format(
         count=len(cases),
         about=_about(about),
@@ -166,8 +167,8 @@ that random weights find, such as line breaks between two tags.
 
 ## Where the columns differ
 
-Each case that the servers do not pass alike, and what came. `c`, `r` and `m` are chat completions, responses and
-messages; without them it is the same in each API that the case has.
+Each case that the servers do not pass alike, and what came first. `c`, `r` and `m` are chat completions, responses and
+messages; without them it is so in each API that the case has.
 
 | case, and the fault that it looks for | {columns} |
 |---|---|---|---|
@@ -222,8 +223,8 @@ def _random(out: Path) -> list[str]:
 def _missing(cases: Sequence[Case], found: _Found) -> list[str]:
     lines = []
     for case in cases:
-        cell = _cell(case.id, [(api, found["ours", api].get(case.id)) for api in APIS])
-        if cell != "pass":
+        cell = _cell([(api, found["ours", api].get(case.id)) for api in APIS])
+        if not cell.startswith("pass"):
             lines.append(f"- `{case.id}`: {cell}")
     return lines
 
@@ -237,32 +238,29 @@ def _differing(cases: Sequence[Case], found: _Found) -> list[str]:
         }
         if len(verdicts) == 1:
             continue
-        cells = [_cell(case.id, [(api, found[column, api].get(case.id)) for api in APIS]) for column in COLUMNS]
-        lines.append(f"| `{case.id}`: {_text(case.fault)} | {' | '.join(cells)} |")
+        cells = [_cell([(api, found[column, api].get(case.id)) for api in APIS]) for column in COLUMNS]
+        fault = case.fault.replace("|", r"\|")
+        lines.append(f"| `{case.id}`: {fault} | {' | '.join(cells)} |")
     return lines
 
 
-def _cell(case: str, results: Sequence[tuple[str, CaseResult | None]]) -> str:
+def _cell(results: Sequence[tuple[str, CaseResult | None]]) -> str:
+    """Say how a case ended in the APIs that have it; of what came, the first that is not a pass."""
     there = [(api, result) for api, result in results if result is not None]
-    bad: dict[str, list[str]] = {}
-    for api, result in there:
-        if result.verdict != "pass":
-            bad.setdefault(f"**{result.verdict}**: {_text(result.remark)}", []).append(api[0])
+    bad = [(api, result) for api, result in there if result.verdict != "pass"]
     if not bad:
-        return "pass"
-    if len(bad) == 1 and len(next(iter(bad.values()))) == len(there):
-        return next(iter(bad))
-    return "; ".join(f"{', '.join(apis)} {what}" for what, apis in bad.items())
+        # Of a format that cannot write a string, and of a call that was cut, an error that says so is what is right.
+        return next((f"pass: {_code(result.remark)}" for _, result in there if result.remark), "pass")
+    where = "" if len(bad) == len(there) else f" ({', '.join(api[0] for api, _ in bad)})"
+    first = bad[0][1]
+    return f"**{first.verdict}**{where}: {_code(first.remark)}"
 
 
-_ESCAPED = {**{char: f"\\{char}" for char in "\\|*_`[]"}, "<": "&lt;", ">": "&gt;", "&": "&amp;"}
-
-
-def _text(text: str, most: int = 150) -> str:
-    """Make a sentence fit for a cell of a table in Markdown."""
-    text = " ".join(text.split())
+def _code(text: str, most: int = 150) -> str:
+    """Make a remark a code span of a table's cell."""
+    text = " ".join(text.replace("`", "'").split())
     text = text if len(text) <= most else f"{text[: most - 1]}…"
-    return "".join(_ESCAPED.get(char, char) for char in text)
+    return "`" + text.replace("|", r"\|") + "`"
 
 
 def main() -> None:

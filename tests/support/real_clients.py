@@ -54,7 +54,7 @@ def install(folder: Path) -> Path:
         RuntimeError: there is no Node, or a package manager failed.
     """
     if shutil.which("npm") is None:
-        raise RuntimeError("no npm: install Node 20 or later (Debian: nodejs, npm)")
+        raise RuntimeError("no npm: install Node 18 or later (Debian: nodejs, npm)")
     wanted = (HERE / "requirements.txt").read_text("utf-8") + (HERE / "package.json").read_text("utf-8")
     done = folder / "installed"
     if done.is_file() and done.read_text("utf-8") == wanted:

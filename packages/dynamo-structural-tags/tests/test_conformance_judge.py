@@ -158,6 +158,10 @@ def test_no_call_fails_where_the_choice_demands_one_or_the_finish_reason_announc
 def test_the_token_limit_excuses_what_it_cut_and_nothing_else() -> None:
     cut = answer(call('{"text": "ab'), finish="length")
     assert verdict(wants({"text": "abc"}), cut) == "inconclusive"
+    for status in (200, 400, 500):  # or so
+        told = error(status, "truncated_call: the answer ended inside the call of 'write'")
+        assert verdict(wants({"text": "abc"}), told) == "inconclusive"
+    assert verdict(wants({"text": "abc"}), error(500, "the connection was lost")) == "fail"
     assert verdict({"must_call": True, "valid": True}, answer(finish="length", text="I th")) == "inconclusive"
     assert verdict({"text": {"equals": "abc"}}, answer(finish="length", text="ab")) == "inconclusive"
     assert verdict({"text": {"lacks": ["<tool"]}}, answer(finish="length", text="<tool")) == "fail"

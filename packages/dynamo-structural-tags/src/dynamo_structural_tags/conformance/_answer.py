@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Answer", "Call", "Problem", "Usage"]
+__all__ = ["BUSY", "Answer", "Call", "Problem", "Usage"]
+
+#: Status codes by which a server says "not now": asked again, and no judgement on it.
+BUSY = frozenset({429, 502, 503, 504})
 
 
 @dataclass(frozen=True)

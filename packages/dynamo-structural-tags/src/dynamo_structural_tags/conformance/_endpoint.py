@@ -15,15 +15,13 @@ from typing import Any
 
 import httpx
 
-from ._answer import Answer, Problem
+from ._answer import BUSY, Answer, Problem
 from ._apis import PATHS, StreamReader, read_plain
 
 __all__ = ["Endpoint"]
 
 #: The version of `/v1/messages` that is asked for, as by Anthropic's SDKs.
 _ANTHROPIC_VERSION = "2023-06-01"
-#: Statuses of a server that has no time now.
-_BUSY = (429, 502, 503, 504)
 #: The longest pause that a server is granted by its Retry-After: limits per minute are met by waiting, others are not.
 _LONGEST_PAUSE_S = 60.0
 #: Keys shorter than this ("EMPTY", "none", "x") are no secrets, and are left where an answer has that word.
@@ -103,7 +101,7 @@ class Endpoint:
             got = await self._once(content, stream, cancel_after)
             answer = got.answer(self.api)
             answer.seconds = time.monotonic() - started
-            if pause is None or not (got.failed_to_connect or answer.status in _BUSY):
+            if pause is None or not (got.failed_to_connect or answer.status in BUSY):
                 break
             if got.retry_after_s is not None:
                 pause = got.retry_after_s

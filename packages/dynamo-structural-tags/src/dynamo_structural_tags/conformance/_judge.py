@@ -16,14 +16,12 @@ from typing import Any, NoReturn
 
 import jsonschema
 
-from ._answer import Answer, Call
+from ._answer import BUSY, Answer, Call
 from ._results import ABSENT, Difference, Verdict
 from ._text import literal, shortened
 
-__all__ = ["BUSY", "Judgement", "differences", "judge", "judge_same", "read_arguments"]
+__all__ = ["Judgement", "differences", "judge", "judge_same", "read_arguments"]
 
-#: A server that says "not now": no judgement on its answers.
-BUSY = frozenset({429, 502, 503, 504})
 #: How an error says that the token limit ended a call.
 _CUT_WORDS = ("truncat", "incomplete", "cut off")
 #: What tells it as well where the status is not that of a refused request, which may name the limit too.
@@ -268,6 +266,8 @@ def _errors(expect: Mapping[str, Any], answer: Answer, reference: Mapping[str, A
         names = [*names, *(("tool", "function") if "reported" in expect else _LIMIT_WORDS if "cut" in expect else ())]
     if _names(answer, names):
         return Judgement("pass", f"reported: {_error(answer)}")
+    if _names(answer, ("truncat",)):  # of its own accord: nothing here was to be cut
+        return Judgement("inconclusive", f"the token limit ended the answer: {_error(answer)}")
     where = " in the stream" if answer.error is not None and 200 <= answer.status < 300 else ""
     return _failed(f"expected an answer, got an error{where}: {_error(answer)}", "error" if where else "status")
 

@@ -11,9 +11,9 @@ from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from .. import version
-from ._answer import Answer
+from ._answer import BUSY, Answer
 from ._case import NEEDS, Case, Profile
-from ._judge import BUSY, Judgement, judge, judge_same
+from ._judge import Judgement, judge, judge_same
 from ._requests import body, follow_up
 from ._results import CaseResult, Exchange, Run, Target
 
