@@ -78,7 +78,8 @@ ENFORCED: dict[str, str] = {
     "maximum": "as `minimum`",
     "exclusiveMinimum": "as `minimum`; beside a bound other than 0 a number has at most 15 significant digits",
     "exclusiveMaximum": "as `exclusiveMinimum`",
-    "minLength": f"in characters of the string, an escape counted as one, up to {EXACT_LENGTH}; the rest is checked",
+    "minLength": f"in characters of the string, an escape counted as one, up to {EXACT_LENGTH}; the rest is "
+    "checked, and all of it beside a `pattern`",
     "maxLength": f"as `minLength`; a bound above {EXACT_LENGTH}, and one beside a `pattern`, is checked",
     "pattern": "without look-around, back references, `\\b` and inner anchors, else checked; counts above "
     f"{COUNT_LIMIT} states are checked",
