@@ -33,7 +33,7 @@ TELLING = (
     "literals/trailing-newline",
     "malformed/unknown-type",
     "parallel/two-tools",
-    "references/recursive",
+    "references/beside-others",
     "streams/text-before-call",
     "truncated/in-arguments",
     "turns/ids-round-trip",

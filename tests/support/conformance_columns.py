@@ -128,7 +128,7 @@ _PAGE = """\
 `tool-conformance` asks a server whether an agent gets the tool calls that its model made: {count} cases, one fault each
 that an agent would suffer, over the final answers of `/v1/chat/completions`, `/v1/responses` and `/v1/messages`,
 plain and streamed. It needs no engine and runs against any endpoint:
-[how to use it](dynamo-structural-tags.md#tool-conformance).
+[how to use it](dynamo-structural-tags.md).
 
 This page is what it found on the embedded stack, with three servers before the same model of the same format:
 

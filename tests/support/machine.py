@@ -33,7 +33,7 @@ def describe_machine() -> str:
             f"{cores:g} core{'' if cores == 1 else 's'}",
             f"{_memory_bytes() / 2**30:.1f} GiB memory",
             _gpus(),
-            f"{platform.system()} {platform.release()} {platform.machine()}",
+            f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}",
             f"Python {platform.python_version()}",
         )
     )
