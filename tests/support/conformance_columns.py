@@ -12,6 +12,7 @@ would: every case in each API with the playing model, then the forced cases in c
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import subprocess
 import sys
@@ -21,10 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
-from dynamo_structural_tags.conformance._case import APIS, Case, load_cases
+from dynamo_structural_tags.conformance._case import APIS, Case, load_cases, load_profile
 from dynamo_structural_tags.conformance._results import CaseResult, Run, read_run
 
 from .machine import describe_machine, installed_versions
+from .real_clients import KNOWN, LANGUAGES, ask_all, install, versions
 from .three_servers import FORMATS, SERVERS, play, serve
 
 __all__ = ["ask", "main", "page"]
@@ -83,6 +85,8 @@ def run(servers: Sequence[str], form: str, out: Path) -> None:
                 told = [pool.submit(ask, url, model.name, api, out / f"{server}.{api}.json") for api in APIS]
                 for api, found in zip(APIS, told, strict=True):
                     _say(server, api, found.result())
+            if server == COLUMNS[0]:
+                asyncio.run(_ask_through_clients(url, model.name, out))
             play(model, form, forced=False)
             random = ask(
                 *(url, model.name, "chat", out / f"{server}.random.json", forced(load_cases())),
@@ -91,6 +95,18 @@ def run(servers: Sequence[str], form: str, out: Path) -> None:
             _say(server, "chat, random weights", random)
         about = {"versions": installed_versions(_ROOT), "machine": describe_machine(), "format": form}
         (out / f"{server}.about.json").write_text(json.dumps({**about, "date": f"{date.today()}"}), "utf-8")
+
+
+async def _ask_through_clients(url: str, model: str, out: Path) -> None:
+    """Ask the server all cases that an SDK can send, through each SDK and in each of its APIs."""
+    clients = install(_ROOT / ".nox" / "clients")
+    (out / "embedded.yaml").write_text(PROFILE, "utf-8")
+    profile = load_profile(str(out / "embedded.yaml"))
+    pairs = [(language, api) for language in LANGUAGES for api in APIS]
+    asking = [ask_all(language, clients, url, api, model, load_cases(), profile) for language, api in pairs]
+    for (language, api), found in zip(pairs, await asyncio.gather(*asking), strict=True):
+        found.write(out / f"clients.{language}.{api}.json")
+        _say(language, api, found)
 
 
 def _say(server: str, what: str, found: Run) -> None:
@@ -116,6 +132,7 @@ def page(out: Path) -> str:
         ours="\n".join(_missing(cases, found)) or "Nothing.",
         differing="\n".join(_differing(cases, found)),
         random="\n".join(_random(out)),
+        clients="\n".join(_clients(out)),
     )
 
 
@@ -160,6 +177,15 @@ that random weights find, such as line breaks between two tags.
 | | passed | failed | inconclusive |
 |---|---|---|---|
 {random}
+
+## Real clients
+
+The same cases before our frontend, asked through SDKs, and what their callers have in hand judged. Left out are
+malformed requests, protocols and streams that are left: what an SDK hides, or does not send.
+
+| SDK | API | passed | what its caller does not get |
+|---|---|---|---|
+{clients}
 
 ## What our frontend does not pass
 
@@ -217,6 +243,22 @@ def _random(out: Path) -> list[str]:
         else:
             cells = "not run | – | –"
         lines.append(f"| {SERVERS[column]} | {cells} |")
+    return lines
+
+
+def _clients(out: Path) -> list[str]:
+    lines = []
+    for language in LANGUAGES:
+        for api in APIS:
+            found = read_run(out / f"clients.{language}.{api}.json")
+            known = KNOWN.get((language, api), {})
+            rest = [
+                f"`{one.case}`: {known.get(one.case) or _code(one.remark)}"
+                for one in found.results
+                if one.verdict != "pass"
+            ]
+            passed = f"{found.summary['pass']} of {len(found.results)}"
+            lines.append(f"| {versions()[language, api]} | {api} | {passed} | {'; '.join(rest) or '–'} |")
     return lines
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from dynamo_structural_tags.conformance import Answer, Case, Profile, Run, run
 from dynamo_structural_tags.conformance._apis import read_plain
 
-__all__ = ["KNOWN", "LANGUAGES", "SdkAsker", "agent_loop", "ask_all", "install", "sdk", "usable"]
+__all__ = ["KNOWN", "LANGUAGES", "SdkAsker", "agent_loop", "ask_all", "install", "sdk", "usable", "versions"]
 
 HERE = Path(__file__).parent / "clients"
 LANGUAGES = ("python", "node")
@@ -145,6 +145,20 @@ async def sdk(language: str, clients: Path, base_url: str, api: str, model: str)
         yield asker
     finally:
         await asker.close()
+
+
+def versions() -> dict[tuple[str, str], str]:
+    """Return what asks, by language and API: the package, its version and the language."""
+    pinned = (HERE / "requirements.txt").read_text("utf-8").splitlines()
+    python = {name: version.removesuffix(".*") for name, _, version in (line.partition("==") for line in pinned)}
+    node = json.loads((HERE / "package.json").read_text("utf-8"))["dependencies"]
+    names = {"chat": ("openai", "openai"), "responses": ("openai", "openai")}
+    names["messages"] = ("anthropic", "@anthropic-ai/sdk")
+    told = {}
+    for api, (ours, theirs) in names.items():
+        told["python", api] = f"`{ours}` {python[ours]}, Python"
+        told["node", api] = f"`{theirs}` {node[theirs]}, Node"
+    return told
 
 
 async def ask_all(

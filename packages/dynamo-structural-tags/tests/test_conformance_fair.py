@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dynamo_structural_tags.conformance import Case, load_cases
-from dynamo_structural_tags.conformance._apis import body
+from dynamo_structural_tags.conformance._requests import body
 
 SERVED = [case for case in load_cases() if "refused" not in case.expect]
 
