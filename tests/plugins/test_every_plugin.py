@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 PACKAGES = Path(__file__).parents[2] / "packages"
 DISTRIBUTIONS = sorted(path.parent.name for path in PACKAGES.glob("[!_]*/pyproject.toml"))
 #: What an extra may bring that is no upstream.
-TOOLS = {"matplotlib"}
+TOOLS = {"httpx", "matplotlib", "pyyaml", "rich"}
 UPSTREAMS = ("dynamo", "flashinfer", "mooncake", "nixl", "torch", "transformers", "vllm", "xgrammar")
 
 
