@@ -4,8 +4,6 @@
 Two prefill and two decode workers, so that each choice has an alternative. Prompts are those whose greedy answers no
 rounding changes, and `test_equality.py` shows that prefill and decode apart answer as one worker does: so an answer
 from fetched KV has to equal the first one, from computed KV.
-
-pytestmark = pytest.mark.engines
 """
 
 from __future__ import annotations
@@ -22,6 +20,8 @@ from serving_stack.model import prompt_tokens
 from serving_stack.profile import load
 from serving_stack.state import free_ports
 from support.stack import Stack, until
+
+pytestmark = pytest.mark.engines
 
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 #: What vLLM logs when it has emptied its cache.
