@@ -5,7 +5,8 @@
     python -m support.conformance_columns --servers none     # the page alone, from the results that DIR holds
 
 Each server in turn is started on the embedded stack (`support.three_servers`) and asked by the real command, as a user
-would: every case in each API with the playing model, then the forced cases in chat completions with random weights.
+would: every case in each API with the playing model. Ours is asked through real clients too, and the forced cases once
+more in chat completions with random weights.
 `DIR` (`.nox/conformance` by default) gets the command's JSON and HTML of each run.
 """
 
@@ -87,12 +88,10 @@ def run(servers: Sequence[str], form: str, out: Path) -> None:
                     _say(server, api, found.result())
             if server == COLUMNS[0]:
                 asyncio.run(_ask_through_clients(url, model.name, out))
-            play(model, form, forced=False)
-            random = ask(
-                *(url, model.name, "chat", out / f"{server}.random.json", forced(load_cases())),
-                max_tokens=_RANDOM_TOKENS,
-            )
-            _say(server, "chat, random weights", random)
+                play(model, form, forced=False)
+                path = out / f"{server}.random.json"
+                random = ask(url, model.name, "chat", path, forced(load_cases()), max_tokens=_RANDOM_TOKENS)
+                _say(server, "chat, random weights", random)
         about = {"versions": installed_versions(_ROOT), "machine": describe_machine(), "format": form}
         (out / f"{server}.about.json").write_text(json.dumps({**about, "date": f"{date.today()}"}), "utf-8")
 
@@ -131,7 +130,7 @@ def page(out: Path) -> str:
         areas="\n".join(_areas(cases, found)),
         ours="\n".join(_missing(cases, found)) or "Nothing.",
         differing="\n".join(_differing(cases, found)),
-        random="\n".join(_random(out)),
+        random=_random(out),
         clients="\n".join(_clients(out)),
     )
 
@@ -170,18 +169,13 @@ passes of all cases that the APIs have, the three APIs taken together: a case co
 
 ## Random weights
 
-The cases that a schema forces once more, in chat completions, and nothing played but the end of the reasoning: what is
-right here is the doing of grammar and parser alone. A model that was trained for the format would hardly write all
-that random weights find, such as line breaks between two tags.
-
-| | passed | failed | inconclusive |
-|---|---|---|---|
-{random}
+The cases that a schema forces once more, before our frontend in chat completions, and nothing played but the end of
+the reasoning: what is right here is the doing of grammar and parser alone. {random}
 
 ## Real clients
 
 The same cases before our frontend, asked through SDKs, and what their callers have in hand judged. Left out are
-malformed requests, protocols and streams that are left: what an SDK hides, or does not send.
+malformed requests, protocols and streams that are left (what an SDK hides, or does not send), and long arguments.
 
 | SDK | API | passed | what its caller does not get |
 |---|---|---|---|
@@ -234,31 +228,25 @@ def _areas(cases: Sequence[Case], found: _Found) -> list[str]:
     return [*lines, f"| **all** | {total} |"]
 
 
-def _random(out: Path) -> list[str]:
-    lines = []
-    for column in COLUMNS:
-        if (out / f"{column}.random.json").exists():
-            counts = read_run(out / f"{column}.random.json").summary
-            cells = " | ".join(str(counts[name]) for name in ("pass", "fail", "inconclusive"))
-        else:
-            cells = "not run | – | –"
-        lines.append(f"| {SERVERS[column]} | {cells} |")
-    return lines
+def _random(out: Path) -> str:
+    found = read_run(out / f"{COLUMNS[0]}.random.json")
+    rest = [f"`{one.case}` {one.verdict}" for one in found.results if one.verdict != "pass"]
+    return f"{found.summary['pass']} of {len(found.results)} pass" + (f" ({', '.join(rest)})." if rest else ".")
 
 
 def _clients(out: Path) -> list[str]:
     lines = []
     for language in LANGUAGES:
         for api in APIS:
-            found = read_run(out / f"clients.{language}.{api}.json")
+            found = read_run(out / f"clients.{language}.{api}.json").results
             known = KNOWN.get((language, api), {})
-            rest = [
-                f"`{one.case}`: {known.get(one.case) or _code(one.remark)}"
-                for one in found.results
-                if one.verdict != "pass"
-            ]
-            passed = f"{found.summary['pass']} of {len(found.results)}"
-            lines.append(f"| {versions()[language, api]} | {api} | {passed} | {'; '.join(rest) or '–'} |")
+            rest: dict[str, list[str]] = {}
+            for one in found:
+                if one.verdict != "pass":
+                    rest.setdefault(known.get(one.case) or _code(one.remark), []).append(f"`{one.case}`")
+            passed = f"{len([one for one in found if one.verdict == 'pass'])} of {len(found)}"
+            told = "; ".join(f"{', '.join(cases)}: {why}" for why, cases in rest.items())
+            lines.append(f"| {versions()[language, api]} | {api} | {passed} | {told or '–'} |")
     return lines
 
 
