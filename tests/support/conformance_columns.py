@@ -27,7 +27,7 @@ from dynamo_structural_tags.conformance._case import APIS, Case, load_cases, loa
 from dynamo_structural_tags.conformance._results import CaseResult, Run, read_run
 
 from .machine import describe_machine, installed_versions
-from .real_clients import KNOWN, LANGUAGES, ask_all, install, versions
+from .real_clients import KNOWN, LANGUAGES, ask_all, install, usable, versions
 from .three_servers import FORMATS, SERVERS, play, serve
 
 __all__ = ["ask", "main", "page"]
@@ -236,9 +236,10 @@ def _random(out: Path) -> str:
 
 def _clients(out: Path) -> list[str]:
     lines = []
+    asked = {case.id for case in load_cases() if usable(case)}
     for language in LANGUAGES:
         for api in APIS:
-            found = read_run(out / f"clients.{language}.{api}.json").results
+            found = [one for one in read_run(out / f"clients.{language}.{api}.json").results if one.case in asked]
             known = KNOWN.get((language, api), {})
             rest: dict[str, list[str]] = {}
             for one in found:
