@@ -175,8 +175,7 @@ the reasoning: what is right here is the doing of grammar and parser alone. {ran
 ## Real clients
 
 The same cases before our frontend, asked through SDKs, and what their callers have in hand judged. Left out are
-malformed requests, protocols and streams that are left (what an SDK hides, or does not send), and long arguments, which
-this machine does not write within the 120 s that the SDKs are given here.
+malformed requests, protocols and streams that are left: what an SDK hides, or does not send.
 
 | SDK | API | passed | what its caller does not get |
 |---|---|---|---|

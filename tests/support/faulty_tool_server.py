@@ -787,7 +787,7 @@ class _Chat:
 
 
 class _Responses:
-    """`/v1/responses`."""
+    """`/v1/responses`. Reasoning is shown where a summary of it is asked for, as OpenAI's own does."""
 
     @staticmethod
     def call(call_id: str, name: str, arguments: str, status: str) -> dict[str, Any]:
@@ -803,15 +803,20 @@ class _Responses:
     @staticmethod
     def part(kind: str, text: str) -> dict[str, Any]:
         if kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
+            return {"type": "summary_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     @classmethod
     def item(cls, kind: str, key: str, text: str | None, status: str) -> dict[str, Any]:
-        content = [] if text is None else [cls.part(kind, text)]
+        parts = [] if text is None else [cls.part(kind, text)]
         if kind == "reasoning":
-            return {"type": "reasoning", "id": f"rs_{key}", "summary": [], "content": content, "status": status}
-        return {"type": "message", "id": f"msg_{key}", "role": "assistant", "content": content, "status": status}
+            return {"type": "reasoning", "id": f"rs_{key}", "summary": parts, "status": status}
+        return {"type": "message", "id": f"msg_{key}", "role": "assistant", "content": parts, "status": status}
+
+    @staticmethod
+    def shows(asked: Asked, kind: str) -> bool:
+        wanted = asked.body.get("reasoning")
+        return kind != "reasoning" or (isinstance(wanted, dict) and wanted.get("summary") is not None)
 
     @staticmethod
     def usage(prompt: int, completion: int) -> dict[str, Any]:
@@ -851,7 +856,7 @@ class _Responses:
         output = [
             cls.item(kind, _key(asked), text, status if kind == "text" and not said.calls else "completed")
             for kind, text in (("reasoning", said.reasoning), ("text", said.text))
-            if text
+            if text and cls.shows(asked, kind)
         ]
         output += [
             cls.call(call.id, call.name, call.arguments, "completed" if call.whole else "incomplete")
@@ -873,16 +878,22 @@ class _Responses:
             kind = f"response.{name}"
             events.append(Event(kind, {"type": kind, "sequence_number": len(events), **copy.deepcopy(fields)}))
 
+        def tell(kind: str, at: int, what: str, **fields: Any) -> None:
+            """Send an event about the part, or the text, of an item."""
+            stem, index = ("reasoning_summary_", "summary_index") if kind == "reasoning" else ("", "content_index")
+            part, text = ("part", "text") if kind == "reasoning" else ("content_part", "output_text")
+            name = f"{stem}{part if 'part' in fields else text}.{what}"
+            send(name, item_id=output[at]["id"], output_index=at, **{index: 0}, **fields)
+
         def end_text() -> None:
             nonlocal running
             if running is None:
                 return
             (kind, at), running = running, None
             item = output[at]
-            place = {"item_id": item["id"], "output_index": at, "content_index": 0}
-            word = "reasoning_text" if kind == "reasoning" else "output_text"
-            send(f"{word}.done", **place, text=item["content"][0]["text"])
-            send("content_part.done", **place, part=item["content"][0])
+            (part,) = item["summary" if kind == "reasoning" else "content"]
+            tell(kind, at, "done", text=part["text"])
+            tell(kind, at, "done", part=part)
             item["status"] = "completed"
             send("output_item.done", output_index=at, item=item)
 
@@ -891,20 +902,19 @@ class _Responses:
                 send("created", response=cls.response(asked, "in_progress", [], None))
                 send("in_progress", response=cls.response(asked, "in_progress", [], None))
             elif delta.kind in ("reasoning", "text"):
+                if not cls.shows(asked, delta.kind):
+                    continue
+                parts = "summary" if delta.kind == "reasoning" else "content"
                 if running is None or running[0] != delta.kind:
                     end_text()
                     running = (delta.kind, len(output))
                     key = _key(asked) if not any(item["type"] == "message" for item in output) else f"{len(output)}"
                     output.append(cls.item(delta.kind, key, None, "in_progress"))
                     send("output_item.added", output_index=running[1], item=output[-1])
-                    output[-1]["content"] = [cls.part(delta.kind, "")]
-                    place = {"item_id": output[-1]["id"], "output_index": running[1], "content_index": 0}
-                    send("content_part.added", **place, part=output[-1]["content"][0])
-                item = output[running[1]]
-                item["content"][0]["text"] += delta.text
-                word = "reasoning_text" if delta.kind == "reasoning" else "output_text"
-                place = {"item_id": item["id"], "output_index": running[1], "content_index": 0}
-                send(f"{word}.delta", **place, delta=delta.text)
+                    output[-1][parts] = [cls.part(delta.kind, "")]
+                    tell(*running, "added", part=output[-1][parts][0])
+                output[running[1]][parts][0]["text"] += delta.text
+                tell(*running, "delta", delta=delta.text)
             elif delta.kind == "begin":
                 end_text()
                 calls[delta.call] = len(output)

@@ -51,9 +51,9 @@ KNOWN: Mapping[tuple[str, str], Mapping[str, str]] = {
 
 
 def usable(case: Case) -> bool:
-    """Whether a case is asked through an SDK: no malformed request, nothing that an SDK hides, no long arguments."""
+    """Whether a case is asked through an SDK: no malformed request, nothing that an SDK hides."""
     hidden = {"refused", "protocol"} & case.expect.keys()
-    return case.body is None and case.cancel is None and not hidden and case.area != "long"
+    return case.body is None and case.cancel is None and not hidden
 
 
 def install(folder: Path) -> Path:

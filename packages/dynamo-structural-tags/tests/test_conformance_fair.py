@@ -92,6 +92,15 @@ def test_what_a_prompt_asks_against_the_schema_only_a_strict_tool_holds_off() ->
     assert [case.id for case in bounds for one in functions(case) if one.get("strict") is not True] == []
 
 
+def test_responses_are_asked_for_the_reasoning() -> None:
+    """OpenAI's API shows none where no summary of it is asked for, and Dynamo's does as it does."""
+    asked = [case for case in SERVED if "reasoning" in case.needs and "responses" in case.apis]
+    assert asked
+    for case in asked:
+        sent = body("responses", case.request, "m", False, case.overrides.get("responses"))
+        assert sent.get("reasoning") == {"summary": "auto"}, case.id
+
+
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 def test_fields_fit_together(api: str) -> None:
     for case in SERVED:

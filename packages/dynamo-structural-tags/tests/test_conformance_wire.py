@@ -530,6 +530,29 @@ def test_a_stream_is_read_however_it_is_cut(api: str, newline: str, cut: int) ->
     assert answer.events == len(STREAMS[api])
 
 
+def test_a_summary_is_the_reasoning_of_a_response_that_has_no_other() -> None:
+    summary = {"type": "summary_text", "text": "Hm,\n\nyes."}
+    item: Json = {"type": "reasoning", "id": "rs_1", "summary": [summary]}
+    place = {"item_id": "rs_1", "output_index": 0, "summary_index": 0}
+    told: list[tuple[str, Json]] = [
+        ("response.created", {"response": response("in_progress")}),
+        ("response.output_item.added", {"output_index": 0, "item": {**item, "summary": []}}),
+        ("response.reasoning_summary_part.added", {**place, "part": {**summary, "text": ""}}),
+        ("response.reasoning_summary_text.delta", {**place, "delta": "Hm,\n"}),
+        ("response.reasoning_summary_text.delta", {**place, "delta": "\nyes."}),
+        ("response.reasoning_summary_text.done", {**place, "text": summary["text"]}),
+        ("response.reasoning_summary_part.done", {**place, "part": summary}),
+        ("response.output_item.done", {"output_index": 0, "item": item}),
+        ("response.completed", {"response": response("completed", [item], usage=USAGE)}),
+    ]
+    events: list[Event] = [(name, {"type": name, "sequence_number": i, **one}) for i, (name, one) in enumerate(told)]
+    plain = json.dumps(response("completed", [item], usage=USAGE))
+    for answer in (read("responses", wire(events)), read_plain("responses", 200, plain)):
+        assert (answer.reasoning, answer.text, answer.problems) == ("Hm,\n\nyes.", "", [])
+    # What was told of it before a stream broke off.
+    assert read("responses", wire(events[:5])).reasoning == "Hm,\n\nyes."
+
+
 @EACH
 def test_comments_other_fields_and_several_data_lines_are_part_of_the_protocol(api: str) -> None:
     lines = ["\ufeff: comment", ":", "retry: 3", "id: 7", ""]

@@ -13,7 +13,7 @@ const OpenAI = found("openai").default;
 const Anthropic = found("@anthropic-ai/sdk").default;
 
 const baseURL = process.argv[2];
-const options = { apiKey: "no-key", maxRetries: 0, timeout: 120_000 };
+const options = { apiKey: "no-key", maxRetries: 0, timeout: 1_800_000 };
 const openai = new OpenAI({ baseURL: `${baseURL}/v1`, ...options });
 const anthropic = new Anthropic({ baseURL, ...options });
 

@@ -31,7 +31,7 @@ class Clients:
     """An SDK's client for each API."""
 
     def __init__(self, base_url: str) -> None:
-        options: dict[str, Any] = {"api_key": KEY, "max_retries": 0, "timeout": 120.0}
+        options: dict[str, Any] = {"api_key": KEY, "max_retries": 0, "timeout": 1800.0}
         self.openai = openai.AsyncOpenAI(base_url=f"{base_url}/v1", **options)
         self.anthropic = anthropic.AsyncAnthropic(base_url=base_url, **options)
 

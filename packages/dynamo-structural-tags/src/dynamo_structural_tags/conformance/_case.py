@@ -28,7 +28,7 @@ NEEDS: Mapping[str, str] = {
     "text": "answers in words, and ends by itself",
     "follow": "does what a message asks, to the letter",
     "parallel": "writes several calls in one answer",
-    "reasoning": "reasons before it answers, and its server shows that without being asked",
+    "reasoning": "reasons before it answers, and its server shows that (Responses, where asked for a summary)",
 }
 
 _HERE = Path(__file__).parent
