@@ -883,6 +883,7 @@ def test_two_requests_of_one_name() -> None:
 
 def test_a_request_that_was_left_takes_nothing_from_the_next_one_of_its_name() -> None:
     """Dynamo may let go of what a client has left much later."""
+    pytest.importorskip("dynamo.llm")
     fleet = FakeFleet(b1=says(tokens(1), hang=True))
     carrier, router = setting(fleet)
 
