@@ -252,6 +252,16 @@ def test_a_field_that_the_model_does_not_have_is_left_out() -> None:
     assert [result.verdict for result in ran(FakeAsker(Answer(400, error="max_completion_tokens")), asked)] == ["fail"]
 
 
+def test_a_model_that_does_not_reason_is_asked_without_a_summary() -> None:
+    none = Answer(400, error="Unsupported parameter: 'reasoning.summary' is not supported with this model.")
+    asked = case(modes=("plain",), overrides={"responses": {"reasoning": {"summary": "auto"}, "store": False}})
+    asker = FakeAsker(none, called(), api="responses")
+    assert [result.verdict for result in ran(asker, asked)] == ["pass"]
+    assert ["reasoning" in body for body, _, _ in asker.asked] == [True, False]
+    assert [body["store"] for body, _, _ in asker.asked] == [False, False]
+    assert [result.verdict for result in ran(FakeAsker(none, api="responses"), asked)] == ["fail"]
+
+
 def test_arguments_of_plain_messages_are_no_text_of_the_servers() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "required": ["x"]}}}]
     cut = Case("a/cut", "F.", {"messages": [], "tools": tools}, {"cut": True})

@@ -238,33 +238,40 @@ async def _ask(
     asker: Asker, case: Case, request: dict[str, Any], stream: bool, cancel_after: int | None = None
 ) -> tuple[dict[str, Any], Mapping[str, Any] | str, Answer]:
     """Ask once, or again without a field that the model does not have; returns the request, its body and the answer."""
+    overrides: Mapping[str, Any] = case.overrides.get(asker.api, {})
     while True:
         sent: Mapping[str, Any] | str
-        if case.body is not None:
-            sent = case.body
-        else:
-            sent = body(asker.api, request, asker.model, stream, case.overrides.get(asker.api))
+        sent = case.body if case.body is not None else body(asker.api, request, asker.model, stream, overrides)
         answer = await asker.ask(sent, stream, cancel_after=cancel_after)
-        without = None if "refused" in case.expect else _without(request, answer)
+        without = None if "refused" in case.expect else _without(request, overrides, answer)
         if without is None:
             return request, sent, answer
-        request = without
+        request, overrides = without
 
 
-def _without(request: Mapping[str, Any], answer: Answer) -> dict[str, Any] | None:
-    """What is asked of a model that refuses a field, as OpenAI's newer ones do; None where none is refused.
+def _without(
+    request: dict[str, Any], overrides: Mapping[str, Any], answer: Answer
+) -> tuple[dict[str, Any], Mapping[str, Any]] | None:
+    """What is asked of a model that refuses a field, as OpenAI's do; None where none is refused.
 
-    They have `max_completion_tokens` in the place of `max_tokens`, and no `temperature`.
+    Newer ones have `max_completion_tokens` in the place of `max_tokens`, and no `temperature`; those that do not reason
+    have no `reasoning`.
     """
     if not 400 <= answer.status < 500:
         return None
     error = answer.error or ""
     if "max_tokens" in request and "max_completion_tokens" in error:
         limit = {"max_completion_tokens": request["max_tokens"]}
-        return {key: value for key, value in request.items() if key != "max_tokens"} | limit
+        return _but(request, "max_tokens") | limit, overrides
     if "temperature" in request and "temperature" in error:
-        return {key: value for key, value in request.items() if key != "temperature"}
+        return _but(request, "temperature"), overrides
+    if "reasoning" in overrides and "reasoning" in error:
+        return request, _but(overrides, "reasoning")
     return None
+
+
+def _but(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key != name}
 
 
 def _remark(verdict: str, judged: Sequence[tuple[str, Judgement]]) -> str:
