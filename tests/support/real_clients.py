@@ -28,7 +28,7 @@ HERE = Path(__file__).parent / "clients"
 LANGUAGES = ("python", "node")
 
 _NUMBERS = "JavaScript has no integers beyond 2**53"
-_SILENT = "the text of an error is lost, as Dynamo's errors are not inside an object `error`"
+_SILENT = "the text of an error is lost, as Dynamo puts none inside an object `error` (ai-dynamo/frontend-crates#208)"
 _ERRORS = (
     "literals/closing-arg-value",
     "literals/whole-argument",
