@@ -193,7 +193,7 @@ def test_only_text_and_the_end_can_win(model: Path, tokenizer: Tokenizer) -> Non
     assert head[silent, -1].max() < 1.9 * head[sorted(speakable), -1].min() < 0
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.text())
 def test_any_text_survives(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -281,7 +281,7 @@ def test_template_of_tool_calls() -> None:
 _words = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(_words, _words, _words, st.none() | _words), min_size=1, max_size=4),
     st.booleans(),

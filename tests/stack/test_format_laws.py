@@ -609,7 +609,7 @@ def arguments_of_a_schema(draw: st.DrawFn) -> tuple[Tool, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(case=arguments_of_a_schema(), choice=st.sampled_from(["auto", "required"]))
 def test_what_can_be_written_is_let_through_and_read_back(
     name: str, case: tuple[Tool, dict[str, Any]], choice: Any
@@ -648,7 +648,7 @@ def _free(tool: Tool, values: list[Any]) -> Tool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(case=arguments_of_a_schema(), data=st.data())
 def test_what_is_let_through_has_one_meaning(name: str, case: tuple[Tool, dict[str, Any]], data: st.DataObject) -> None:
     """Texts near a valid one: whichever the grammar lets through is read without error and written back the same."""
@@ -674,7 +674,7 @@ def test_what_is_let_through_has_one_meaning(name: str, case: tuple[Tool, dict[s
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(text=st.lists(st.sampled_from(WORDS) | st.text(max_size=6), max_size=6).map("".join))
 def test_free_text_is_content(name: str, text: str) -> None:
     fmt = FORMATS[name]

@@ -19,7 +19,7 @@ from dynamo_structural_tags._errors import RequestError
 from dynamo_structural_tags._schema import JsonGrammar, Rules, Schema, check_schema
 from serving_stack.model import text_tokenizer
 
-SLOW = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from serving_stack.errors import StackError
@@ -270,7 +270,6 @@ def edited(draw: st.DrawFn, lines: list[bytes]) -> list[bytes]:
     return lines
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_hunks_are_found_where_gnu_patch_finds_them(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

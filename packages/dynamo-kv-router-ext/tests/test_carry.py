@@ -1170,7 +1170,7 @@ FULLER = st.builds(
 )
 
 
-@hypothesis.settings(deadline=None, max_examples=200)
+@hypothesis.settings(max_examples=200)
 @hypothesis.given(
     chunks=st.lists(st.one_of(PLAIN, PLAIN, FULLER), min_size=1, max_size=30),
     pauses=st.lists(st.integers(0, 2), min_size=30, max_size=30),

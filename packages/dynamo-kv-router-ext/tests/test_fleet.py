@@ -370,7 +370,7 @@ def check(result: Result, policy: Turns) -> None:
 
 
 @pytest.mark.parametrize("name", FLEETS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(arrivals=loads())
 def test_each_request_ends_once_and_tokens_add_up(name: str, arrivals: list[Arrival]) -> None:
     policy = Turns()
@@ -379,7 +379,7 @@ def test_each_request_ends_once_and_tokens_add_up(name: str, arrivals: list[Arri
     assert simulate(FLEETS[name], arrivals, Turns()).to_bytes() == result.to_bytes()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(arrivals=loads())
 def test_jumps_change_nothing(arrivals: list[Arrival]) -> None:
     # Of different speed from the start: where steps of both end at one time, a rounding would decide who joins which.
@@ -394,7 +394,7 @@ def test_jumps_change_nothing(arrivals: list[Arrival]) -> None:
         assert one.end_s == near(other.end_s, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     arrivals=loads(),
     faults=st.lists(

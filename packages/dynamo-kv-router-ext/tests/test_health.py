@@ -712,5 +712,5 @@ class Fleet(RuleBasedStateMachine):
         assert not self.health._wanted
 
 
-Fleet.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Fleet.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestFleet = Fleet.TestCase

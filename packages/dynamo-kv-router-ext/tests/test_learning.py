@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dynamo_kv_router_ext._learning import Estimator
@@ -209,6 +209,7 @@ def test_the_coefficients_are_named() -> None:
         max_size=60,
     )
 )
+@example([("prefill", 0, 27695, 0, 5e-324, 0.0)])
 def test_whatever_is_seen_estimates_stay_within_bounds(
     events: list[tuple[str, int, int, int, float, float]],
 ) -> None:

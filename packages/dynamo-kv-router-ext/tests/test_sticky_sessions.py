@@ -217,5 +217,5 @@ class Bindings(RuleBasedStateMachine):
         assert len(self.sessions) == len(self.model)
 
 
-Bindings.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Bindings.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
 TestBindings = Bindings.TestCase

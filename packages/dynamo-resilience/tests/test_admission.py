@@ -1239,4 +1239,4 @@ async def _snapshot(pool: Pool) -> dict[str, Any]:
 
 
 TestReplicas = Replicas.TestCase
-TestReplicas.settings = hypothesis_settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestReplicas.settings = hypothesis_settings(max_examples=15, stateful_step_count=40)

@@ -290,7 +290,7 @@ POLICIES = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(operations=OPERATIONS, policies=st.lists(POLICIES, min_size=1, max_size=2), members=st.integers(1, 4))
 def test_the_script_does_what_the_table_does(
     client: redis.Redis, operations: list[Any], policies: list[BreakerPolicy], members: int
@@ -454,4 +454,4 @@ class Guard(RuleBasedStateMachine):
 
 
 TestGuard = Guard.TestCase
-TestGuard.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestGuard.settings = settings(max_examples=80, stateful_step_count=40)

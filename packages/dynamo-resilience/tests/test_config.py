@@ -285,7 +285,7 @@ def loads_or_names_its_file(path: Path) -> None:
     assert all(line.startswith(f"{path}: ") for line in lines)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.binary(max_size=60)
     | st.text(max_size=60).map(str.encode)
@@ -326,7 +326,7 @@ def put(whole: Any, path: tuple[Any, ...], value: Any) -> Any:
     return copy
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(places(WHOLE)), VALUES)
 def test_any_value_anywhere_is_taken_or_a_fault(anything: Path, path: tuple[Any, ...], value: object) -> None:
     anything.write_text(yaml.safe_dump(put(WHOLE, path, value), allow_unicode=True), "utf-8")

@@ -449,7 +449,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 LeaseMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=30, suppress_health_check=list(HealthCheck)
 )
 TestLeaseMachine = LeaseMachine.TestCase
 
@@ -516,7 +516,6 @@ _STEP = st.builds(
 
 @settings(
     max_examples=120,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.reuse, Phase.generate, Phase.shrink],
 )

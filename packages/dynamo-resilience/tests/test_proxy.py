@@ -184,10 +184,14 @@ async def until(condition: Callable[[], object], what: str = "it happens") -> No
 
 
 def config(*fakes: FakeFrontend | str, model: dict[str, Any] | None = None, **more: Any) -> Config:
-    """One site `a` with those frontends, no breakers; `sites` are given whole."""
+    """One site `a` with those frontends, no breakers; `sites` are given whole.
+
+    Gateway and frontends share a loop that a busy machine may stop for a second: no connection fails by that.
+    """
     urls = [one if isinstance(one, str) else one.url for one in fakes]
     site = {"frontends": urls, "models": {"m": model or {}}, **more.pop("site", {})}
-    return Config.model_validate({"sites": {"a": site}, "breaker": None, **more})
+    timeouts = {"connect_s": 20, **more.pop("timeouts", {})}
+    return Config.model_validate({"sites": {"a": site}, "breaker": None, "timeouts": timeouts, **more})
 
 
 @contextlib.asynccontextmanager

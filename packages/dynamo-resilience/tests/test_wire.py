@@ -134,7 +134,7 @@ def _scan(api: object, pieces: list[bytes]) -> tuple[Scanner, list[bytes]]:
     return scanner, [scanner.feed(piece) for piece in pieces]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(
         [

@@ -128,7 +128,7 @@ NESTED = ChatTemplate("{{ {'x': [messages[0].a, 1]} | tojson }}")
 SCALAR = ChatTemplate("{{ messages[0].a | string }}\n{{ messages[0].a | tojson }}")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.dictionaries(
         st.text(max_size=8),

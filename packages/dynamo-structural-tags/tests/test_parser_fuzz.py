@@ -212,7 +212,7 @@ def check(name: str, text: str, policy: ToolPolicy | None, reasoning: Any, trunc
         assert sum(isinstance(event, CallEnd) for event in whole.ended) <= 1
 
 
-relaxed = settings(deadline=None, max_examples=35, suppress_health_check=list(HealthCheck))
+relaxed = settings(max_examples=35, suppress_health_check=list(HealthCheck))
 setting = st.tuples(
     st.sampled_from(POLICIES), st.sampled_from(("open", "closed", "auto")), st.booleans(), st.lists(st.integers(0, 999))
 )

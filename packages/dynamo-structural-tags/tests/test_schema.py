@@ -412,7 +412,7 @@ SEARCHED = [
 
 
 @pytest.mark.parametrize("pattern", SEARCHED)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.text("abc-_. \n\u00a0\u00e9", max_size=9))
 def test_following_all_ways_at_once_finds_what_re_finds(pattern: str, text: str) -> None:
     machine = _regex._machine(pattern)

@@ -355,7 +355,7 @@ def test_amx_is_set_up_whatever_the_compiler_leaves_out(tmp_path: Path) -> None:
     subprocess.run([str(program)], check=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_shape(oracle: Any, close: Any, data: st.DataObject) -> None:
     path = data.draw(st.sampled_from([*REAL * 4, *STAND_INS]), "path")

@@ -87,7 +87,7 @@ def test_unfolding_gives_back_the_same_bits(dtype: Any) -> None:
     assert same(bits(attention), before)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(scale=st.integers(-40, 40), spread=st.floats(0, 3), peak=st.floats(1, 1e4), seed=st.integers(0, 9))
 def test_the_exponent_leaves_no_typical_scale_subnormal_and_none_that_overflows(
     scale: int, spread: float, peak: float, seed: int

@@ -141,7 +141,7 @@ floats = (
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(floats, min_size=16, max_size=16), min_size=1, max_size=4), st.lists(floats, max_size=64))
 def test_bytes_are_those_of_vllms_arithmetic(groups: list[list[float]], rope: list[float]) -> None:
     latent = [value for group in groups for value in group] + [0.0] * (512 - 16 * len(groups))

@@ -74,7 +74,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(call=calls())
 def test_any_call_is_as_the_oracle_says(
     backend: str, oracle: Callable[..., Any], close: Callable[..., None], call: dict[str, Any]

@@ -165,12 +165,18 @@ def test_a_pattern_that_was_not_compiled_is_refused() -> None:
 def test_environment_folder_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INHERITED", "1")
     monkeypatch.setenv("REMOVED", "1")
-    code = "import os; print(os.environ.get('INHERITED'), os.environ.get('REMOVED'), os.environ['ADDED'], os.getcwd())"
+    code = """
+import os, time
+print(os.environ.get("INHERITED"), os.environ.get("REMOVED"), os.environ["ADDED"], os.getcwd())
+while not os.path.exists("end"):
+    time.sleep(0.01)
+"""
     log = tmp_path / "logs" / "worker.log"
     log.parent.mkdir()
     log.write_text("an older launch: done\n")
     with Process(python(code), env={"REMOVED": None, "ADDED": "2"}, cwd=tmp_path, log=log) as process:
-        assert process.wait(10) == 0
+        (tmp_path / "end").touch()
+        assert process.wait(60) == 0
         assert process.log_text() == f"1 None 2 {os.path.realpath(tmp_path)}\n"
         with pytest.raises(ProcessExited, match="ended with status 0"):
             process.check()

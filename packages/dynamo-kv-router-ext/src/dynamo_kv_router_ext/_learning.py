@@ -263,6 +263,6 @@ class Estimator:
         if not (0.0 < seconds < math.inf and expected > 0.0 and features[1] > 0):
             self.ignored += 1
             return
-        innovation = math.log(seconds / (speeds.of(worker) * expected))
+        innovation = math.log(seconds) - math.log(speeds.of(worker) * expected)  # their quotient may be 0
         innovation = min(max(innovation, -_CUT), _CUT)
         speeds.learn(worker, innovation - shape.learn(features, expected, innovation, now), now)
