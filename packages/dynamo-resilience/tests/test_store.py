@@ -19,6 +19,7 @@ import uvloop
 from dynamo_resilience._config import BreakerPolicy, StoreSettings
 from dynamo_resilience._errors import ConfigError, StoreUnavailable
 from dynamo_resilience._store import (
+    _CONNECTIONS,
     BreakerState,
     Claim,
     Event,
@@ -651,9 +652,16 @@ def test_a_store_that_went_away_while_nobody_asked_is_said_to_be_in_a_line(caplo
 def test_idle_connections_that_the_server_closed_are_no_outage(server: StoreServer) -> None:
     async def test() -> None:
         async with opened(settings(server.url)) as (store, events):
+            assert isinstance(store, RedisStore)
+            free = store._free
             for _ in range(3):
                 await asyncio.gather(*(store.breakers() for _ in range(8)))
-                server.client().client_kill_filter(_type="normal", skipme=True)
+                client = server.client()
+                await until(lambda: free._value == _CONNECTIONS)  # it reads by itself as well
+                idle = {one["id"] for one in client.client_list(_type="normal")} - {str(client.client_id())}
+                client.client_kill_filter(_type="normal", skipme=True)
+                while idle & {one["id"] for one in client.client_list(_type="normal")}:
+                    await asyncio.sleep(0.005)
                 await asyncio.sleep(0.02)
             assert statuses(events) == [True]
 
