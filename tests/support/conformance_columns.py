@@ -42,6 +42,8 @@ description: The embedded stack's model, which is played.
 needs: [forced, auto, text, follow, parallel, reasoning]
 max_tokens: 2048
 """
+#: What an answer may take: beside a hundred others on two cores, minutes.
+_LIMIT_S = 1800
 #: What random weights write under a grammar is short, or has no end.
 _RANDOM_TOKENS = 400
 
@@ -61,7 +63,7 @@ def ask(url: str, model: str, api: str, out: Path, only: Sequence[str] = (), max
             command = [
                 *(sys.executable, "-m", "dynamo_structural_tags.conformance", "--base-url", url, "--model", model),
                 *("--api", api, "--profile", str(profile), "--json", str(out), "--html", str(out.with_suffix(".html"))),
-                *("--concurrency", "24", "--timeout-s", "1800"),
+                *("--concurrency", "24", "--timeout-s", f"{_LIMIT_S}"),
                 *(("--only", *only) if only else ()),
             ]
             status = subprocess.run(command, stdout=log, stderr=log, check=False).returncode
@@ -102,7 +104,7 @@ async def _ask_through_clients(url: str, model: str, out: Path) -> None:
     (out / "embedded.yaml").write_text(PROFILE, "utf-8")
     profile = load_profile(str(out / "embedded.yaml"))
     pairs = [(language, api) for language in LANGUAGES for api in APIS]
-    asking = [ask_all(language, clients, url, api, model, load_cases(), profile) for language, api in pairs]
+    asking = [ask_all(language, clients, url, api, model, load_cases(), profile, _LIMIT_S) for language, api in pairs]
     for (language, api), found in zip(pairs, await asyncio.gather(*asking), strict=True):
         found.write(out / f"clients.{language}.{api}.json")
         _say(language, api, found)

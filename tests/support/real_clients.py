@@ -134,15 +134,18 @@ class SdkAsker:
 
 
 @contextlib.asynccontextmanager
-async def sdk(language: str, clients: Path, base_url: str, api: str, model: str) -> AsyncIterator[SdkAsker]:
+async def sdk(
+    language: str, clients: Path, base_url: str, api: str, model: str, timeout_s: float
+) -> AsyncIterator[SdkAsker]:
     """Start the SDK of an API (`chat` and `responses`: OpenAI's, `messages`: Anthropic's) in `python` or `node`.
 
-    `clients` is the folder of `install`; `base_url` has no `/v1`.
+    `clients` is the folder of `install`; `base_url` has no `/v1`; `timeout_s` is what an answer may take.
     """
     command = [clients / "python/bin/python", HERE / "ask.py"] if language == "python" else ["node", HERE / "ask.mjs"]
     process = await asyncio.create_subprocess_exec(
         *map(str, command),
         base_url,
+        f"{timeout_s}",
         cwd=clients,
         env=_environment(),
         stdin=asyncio.subprocess.PIPE,
@@ -171,10 +174,17 @@ def versions() -> dict[tuple[str, str], str]:
 
 
 async def ask_all(
-    language: str, clients: Path, base_url: str, api: str, model: str, cases: Iterable[Case], profile: Profile
+    language: str,
+    clients: Path,
+    base_url: str,
+    api: str,
+    model: str,
+    cases: Iterable[Case],
+    profile: Profile,
+    timeout_s: float = 120,
 ) -> Run:
     """Ask the cases that are `usable` through an SDK, and judge what it hands over."""
-    async with sdk(language, clients, base_url, api, model) as asker:
+    async with sdk(language, clients, base_url, api, model, timeout_s) as asker:
         return await run(asker, [case for case in cases if usable(case)], profile)
 
 

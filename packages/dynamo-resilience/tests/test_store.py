@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -653,15 +654,18 @@ def test_idle_connections_that_the_server_closed_are_no_outage(server: StoreServ
     async def test() -> None:
         async with opened(settings(server.url)) as (store, events):
             assert isinstance(store, RedisStore)
-            free = store._free
+            free, client = store._free, server.client()
+
+            def connected() -> set[str]:
+                return {one["id"] for one in client.client_list(_type="normal")} - {str(client.client_id())}
+
             for _ in range(3):
                 await asyncio.gather(*(store.breakers() for _ in range(8)))
-                client = server.client()
                 await until(lambda: free._value == _CONNECTIONS)  # it reads by itself as well
-                idle = {one["id"] for one in client.client_list(_type="normal")} - {str(client.client_id())}
+                idle = connected()
+                assert idle
                 client.client_kill_filter(_type="normal", skipme=True)
-                while idle & {one["id"] for one in client.client_list(_type="normal")}:
-                    await asyncio.sleep(0.005)
+                await until(functools.partial(lambda closed: closed.isdisjoint(connected()), idle))
                 await asyncio.sleep(0.02)
             assert statuses(events) == [True]
 

@@ -468,6 +468,9 @@ def test_bytes_of_arguments_are_compared_only_where_both_answers_have_them() -> 
     assert same(["arguments"], answer(call("{}", "stop")), answer(call("", "stop"))).verdict == "fail"
 
 
-def test_two_answers_without_calls_say_nothing_about_calls() -> None:
+def test_two_answers_without_calls_say_nothing_about_calls_nor_without_reasoning_about_that() -> None:
     silent = answer(finish="stop", text="No.")
     assert same(["names", "arguments"], silent, silent).verdict == "inconclusive"
+    assert same(["reasoning"], silent, silent).verdict == "inconclusive"
+    assert same(["reasoning", "text"], silent, silent).verdict == "pass"
+    assert same(["reasoning"], silent, answer(finish="stop", text="No.", reasoning="Hm.")).verdict == "fail"

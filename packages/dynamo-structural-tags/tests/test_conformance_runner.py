@@ -252,8 +252,16 @@ def test_a_field_that_the_model_does_not_have_is_left_out() -> None:
     assert [result.verdict for result in ran(FakeAsker(Answer(400, error="max_completion_tokens")), asked)] == ["fail"]
 
 
-def test_a_model_that_does_not_reason_is_asked_without_a_summary() -> None:
-    none = Answer(400, error="Unsupported parameter: 'reasoning.summary' is not supported with this model.")
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Unsupported parameter: 'reasoning.summary' is not supported with this model.",
+        "Reasoning summaries are not supported.",
+        "Unknown parameter: 'summary'.",
+    ],
+)
+def test_a_model_that_does_not_reason_is_asked_without_a_summary(said: str) -> None:
+    none = Answer(400, error=said)
     asked = case(modes=("plain",), overrides={"responses": {"reasoning": {"summary": "auto"}, "store": False}})
     asker = FakeAsker(none, called(), api="responses")
     assert [result.verdict for result in ran(asker, asked)] == ["pass"]

@@ -551,6 +551,12 @@ def test_a_summary_is_the_reasoning_of_a_response_that_has_no_other() -> None:
         assert (answer.reasoning, answer.text, answer.problems) == ("Hm,\n\nyes.", "", [])
     # What was told of it before a stream broke off.
     assert read("responses", wire(events[:5])).reasoning == "Hm,\n\nyes."
+    # What the response at the end says of it counts, as in OpenAI's SDK.
+    last = {**item, "summary": [{**summary, "text": "Hm, yes."}]}
+    end = ("response.completed", {**events[-1][1], "response": response("completed", [last], usage=USAGE)})
+    assert read("responses", wire([*events[:-1], end])).reasoning == "Hm, yes."
+    empty = ("response.output_item.done", {**events[7][1], "item": {**item, "summary": []}})
+    assert read("responses", wire([*events[:2], empty, end])).reasoning == "Hm, yes."
 
 
 @EACH

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashinfer_nvfp4_mla import _op
@@ -74,7 +74,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(call=calls())
 def test_any_call_is_as_the_oracle_says(
     backend: str, oracle: Callable[..., Any], close: Callable[..., None], call: dict[str, Any]

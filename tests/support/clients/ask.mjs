@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sends requests through the Node SDKs of OpenAI and Anthropic; lines in and out as in `ask.py` beside this file.
 //
-//     node ask.mjs BASE_URL
+//     node ask.mjs BASE_URL TIMEOUT_S
+//
+// Node's own fetch gives up a plain answer whose head is not there after 300 s, whatever the SDKs' limit is.
 
 import { createInterface } from "node:readline";
 import { createRequire } from "node:module";
@@ -9,11 +11,13 @@ import { pathToFileURL } from "node:url";
 
 // The packages are installed in another folder, which is the working directory.
 const found = createRequire(pathToFileURL(`${process.cwd()}/package.json`));
+const { Agent, fetch } = found("undici");
 const OpenAI = found("openai").default;
 const Anthropic = found("@anthropic-ai/sdk").default;
 
-const baseURL = process.argv[2];
-const options = { apiKey: "no-key", maxRetries: 0, timeout: 1_800_000 };
+const [baseURL, timeoutS] = process.argv.slice(2);
+const fetchOptions = { dispatcher: new Agent({ headersTimeout: 0, bodyTimeout: 0 }) };
+const options = { apiKey: "no-key", maxRetries: 0, timeout: 1000 * timeoutS, fetch, fetchOptions };
 const openai = new OpenAI({ baseURL: `${baseURL}/v1`, ...options });
 const anthropic = new Anthropic({ baseURL, ...options });
 

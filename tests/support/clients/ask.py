@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sends requests through the Python SDKs of OpenAI and Anthropic, and gives back what they make of the answers.
 
-    python ask.py BASE_URL
+    python ask.py BASE_URL TIMEOUT_S
 
 A line of standard input is a request, `{"id": 1, "api": "chat", "stream": true, "body": {...}}`: `body` holds the
 arguments of the SDK's `create`. A line of standard output is what its caller would hold, `{"id": 1, "status": 200,
@@ -30,8 +30,8 @@ class FailedStream(Exception):
 class Clients:
     """An SDK's client for each API."""
 
-    def __init__(self, base_url: str) -> None:
-        options: dict[str, Any] = {"api_key": KEY, "max_retries": 0, "timeout": 1800.0}
+    def __init__(self, base_url: str, timeout_s: float) -> None:
+        options: dict[str, Any] = {"api_key": KEY, "max_retries": 0, "timeout": timeout_s}
         self.openai = openai.AsyncOpenAI(base_url=f"{base_url}/v1", **options)
         self.anthropic = anthropic.AsyncAnthropic(base_url=base_url, **options)
 
@@ -81,8 +81,8 @@ async def _answer(clients: Clients, request: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-async def _main(base_url: str) -> None:
-    clients = Clients(base_url)
+async def _main(base_url: str, timeout_s: float) -> None:
+    clients = Clients(base_url, timeout_s)
     asked = set()
     while line := await asyncio.to_thread(sys.stdin.readline):
         task = asyncio.create_task(_answer(clients, json.loads(line)))
@@ -91,4 +91,4 @@ async def _main(base_url: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(sys.argv[1]))
+    asyncio.run(_main(sys.argv[1], float(sys.argv[2])))

@@ -94,6 +94,8 @@ def judge_same(fields: Sequence[str], api: str, plain: Answer, stream: Answer) -
     about_calls = {"names", "arguments", "ids_present", "count"}
     if about_calls.issuperset(fields) and not plain.calls and not stream.calls:
         return Judgement("inconclusive", "no call came, so there is none to compare")
+    if set(fields) == {"reasoning"} and not plain.reasoning and not stream.reasoning:
+        return Judgement("inconclusive", "no reasoning came, so there is none to compare")
     found: list[Difference] = []
     for name in fields:
         if name == "count":

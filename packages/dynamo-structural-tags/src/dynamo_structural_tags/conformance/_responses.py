@@ -174,6 +174,7 @@ class ResponsesReader(Reader):
                 )
             for old, new in zip(streamed, whole, strict=False):
                 old.final = new.done
+                old.summary = new.summary if str(new.summary) else old.summary
                 self.identity(old.call, new.call.id, new.call.name, f"a {kind} in the response at the end")
             for new in whole[len(streamed) :]:
                 new.deltas[0] = Text([new.text()])  # it was said above that no event told of it

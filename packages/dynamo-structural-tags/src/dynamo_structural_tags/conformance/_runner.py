@@ -255,17 +255,17 @@ def _without(
     """What is asked of a model that refuses a field, as OpenAI's do; None where none is refused.
 
     Newer ones have `max_completion_tokens` in the place of `max_tokens`, and no `temperature`; those that do not reason
-    have no `reasoning`.
+    have no `reasoning`, nor have organizations that may not see it.
     """
     if not 400 <= answer.status < 500:
         return None
-    error = answer.error or ""
+    error = (answer.error or "").lower()
     if "max_tokens" in request and "max_completion_tokens" in error:
         limit = {"max_completion_tokens": request["max_tokens"]}
         return _but(request, "max_tokens") | limit, overrides
     if "temperature" in request and "temperature" in error:
         return _but(request, "temperature"), overrides
-    if "reasoning" in overrides and "reasoning" in error:
+    if "reasoning" in overrides and ("reasoning" in error or "summary" in error):
         return request, _but(overrides, "reasoning")
     return None
 
