@@ -268,6 +268,9 @@ def test_a_model_that_does_not_reason_is_asked_without_a_summary(said: str) -> N
     assert ["reasoning" in body for body, _, _ in asker.asked] == [True, False]
     assert [body["store"] for body, _, _ in asker.asked] == [False, False]
     assert [result.verdict for result in ran(FakeAsker(none, api="responses"), asked)] == ["fail"]
+    busy = FakeAsker(replace(none, status=429), api="responses")
+    assert [result.verdict for result in ran(busy, asked)] == ["inconclusive"]
+    assert all("reasoning" in body for body, _, _ in busy.asked)
 
 
 def test_arguments_of_plain_messages_are_no_text_of_the_servers() -> None:

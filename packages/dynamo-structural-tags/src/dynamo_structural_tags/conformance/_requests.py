@@ -14,7 +14,7 @@ from typing import Any
 
 from ._answer import Answer
 
-__all__ = ["body", "follow_up", "history"]
+__all__ = ["body", "follow_up", "history", "laid_over"]
 
 #: What `/v1/messages` is asked for where a request has no limit: the API demands one.
 _MESSAGES_MAX_TOKENS = 4096
@@ -36,7 +36,7 @@ def body(
         translated["stream"] = True
         if api == "chat":
             translated.setdefault("stream_options", {"include_usage": True})
-    return _laid_over(translated, overrides)
+    return laid_over(translated, overrides)
 
 
 def history(answer: Answer) -> dict[str, Any]:
@@ -79,10 +79,11 @@ def follow_up(
     ]
     if user is not None:
         messages.append({"role": "user", "content": user})
-    return _laid_over({**request, "messages": messages}, changes)
+    return laid_over({**request, "messages": messages}, changes)
 
 
-def _laid_over(fields: Mapping[str, Any], changes: Mapping[str, Any] | None) -> dict[str, Any]:
+def laid_over(fields: Mapping[str, Any], changes: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the fields with the changes in their place; null removes one."""
     removed = [key for key, value in (changes or {}).items() if value is None]
     return {key: value for key, value in {**fields, **(changes or {})}.items() if key not in removed}
 

@@ -14,7 +14,7 @@ from .. import version
 from ._answer import BUSY, Answer
 from ._case import NEEDS, Case, Profile
 from ._judge import Judgement, judge, judge_same
-from ._requests import body, follow_up
+from ._requests import body, follow_up, laid_over
 from ._results import CaseResult, Exchange, Run, Target
 
 __all__ = ["Asker", "Progress", "run"]
@@ -257,21 +257,17 @@ def _without(
     Newer ones have `max_completion_tokens` in the place of `max_tokens`, and no `temperature`; those that do not reason
     have no `reasoning`, nor have organizations that may not see it.
     """
-    if not 400 <= answer.status < 500:
+    if not 400 <= answer.status < 500 or answer.status in BUSY:
         return None
     error = (answer.error or "").lower()
     if "max_tokens" in request and "max_completion_tokens" in error:
-        limit = {"max_completion_tokens": request["max_tokens"]}
-        return _but(request, "max_tokens") | limit, overrides
+        changed = {"max_tokens": None, "max_completion_tokens": request["max_tokens"]}
+        return laid_over(request, changed), overrides
     if "temperature" in request and "temperature" in error:
-        return _but(request, "temperature"), overrides
+        return laid_over(request, {"temperature": None}), overrides
     if "reasoning" in overrides and ("reasoning" in error or "summary" in error):
-        return request, _but(overrides, "reasoning")
+        return request, laid_over(overrides, {"reasoning": None})
     return None
-
-
-def _but(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key != name}
 
 
 def _remark(verdict: str, judged: Sequence[tuple[str, Judgement]]) -> str:
